@@ -1,0 +1,1 @@
+//! Asynchronous tensor-parallel linear layers.

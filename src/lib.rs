@@ -1,1 +1,23 @@
-//! Asynchronous tensor-parallel linear layers.
+//! Asynchronous tensor-parallel linear layers: one matrix over several devices, with the communication hidden under the
+//! multiplication, forward and backward.
+
+mod comm;
+mod device;
+mod dtype;
+mod error;
+mod group;
+mod layout;
+mod linear;
+mod memory;
+mod tensor;
+pub mod timeline;
+
+pub use comm::local::{Link, LocalWorld};
+pub use comm::{Blocks, Communicator, DEFAULT_DEADLINE, Operation, ReduceOp};
+pub use device::{Cpu, Device, Matmul, Matrix};
+pub use dtype::{DType, Element, Float};
+pub use error::{Error, Result};
+pub use group::{Group, Pending};
+pub use layout::{ContiguousChunks, ShardLayout};
+pub use memory::{Buffer, BufferMut, Memory};
+pub use tensor::{Placement, Shape, Tensor};

@@ -1,0 +1,291 @@
+//! The second seam: collectives over a group of ranks.
+//!
+//! A call means: *start once everything queued so far on compute is done, run beside compute, and return now.* What
+//! comes back is an [`Operation`] in flight, which owns every buffer that it reads or writes. Waiting for it orders all
+//! later compute after it.
+
+pub(crate) mod host;
+pub(crate) mod local;
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::dtype::DType;
+use crate::layout::ShardLayout;
+use crate::memory::{Buffer, BufferMut};
+use crate::{Error, Result};
+
+/// How long a wait lasts before it gives up, unless a group says otherwise: 10 minutes, as with PyTorch's process
+/// groups.
+pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(600);
+
+/// A buffer divided over the ranks of a group, each rank's block in `chunks` pieces.
+///
+/// Pieces are numbered `rank * chunks + chunk`, which is also their order in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Blocks {
+    /// Which units each rank owns.
+    pub layout: ShardLayout,
+    /// Bytes of one unit.
+    pub unit_bytes: usize,
+    /// Pieces that each rank's block is cut into, at least 1.
+    pub chunks: usize,
+}
+
+impl Blocks {
+    /// One piece a rank.
+    pub fn new(layout: ShardLayout, unit_bytes: usize) -> Self {
+        Self { layout, unit_bytes, chunks: 1 }
+    }
+
+    /// The number of pieces of all ranks.
+    pub fn pieces(&self) -> usize {
+        self.layout.world_size() * self.chunks
+    }
+
+    /// The units of a piece.
+    pub fn units(&self, piece: usize) -> Range<usize> {
+        self.layout.chunk(piece / self.chunks, piece % self.chunks, self.chunks)
+    }
+
+    /// The bytes of a piece, within the whole.
+    pub fn bytes(&self, piece: usize) -> Range<usize> {
+        let units = self.units(piece);
+        units.start * self.unit_bytes..units.end * self.unit_bytes
+    }
+
+    /// The bytes of a rank's block, within the whole.
+    pub fn own_bytes(&self, rank: usize) -> Range<usize> {
+        let own = self.layout.own(rank);
+        own.start * self.unit_bytes..own.end * self.unit_bytes
+    }
+
+    /// Bytes of the whole.
+    pub fn total_bytes(&self) -> usize {
+        self.layout.total() * self.unit_bytes
+    }
+}
+
+/// How the summands of a reduction are combined.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    /// Their sum, formed in rank order in the accumulator's dtype and rounded once.
+    Sum,
+    /// The largest of them.
+    Max,
+}
+
+/// A collective in flight.
+///
+/// It owns its buffers until it is done, so that dropping every handle to it is safe at any moment.
+pub trait Operation: Send + Sync + fmt::Debug {
+    /// Hands a reduction the block for `piece`, computed by everything queued on compute so far. It starts to travel at
+    /// once.
+    ///
+    /// # Errors
+    /// Where the piece does not belong to this operation or has been handed in before; where the group is closed.
+    fn contribute(self: Arc<Self>, piece: usize, block: Buffer) -> Result<()>;
+
+    /// The next piece of the result, in order of arrival, with later compute ordered after it; `None` once all have
+    /// been returned. An engine that cannot tell arrivals apart returns all pieces at the end.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], [`Error::PeerLost`], [`Error::Mismatch`], [`Error::Closed`].
+    fn next(&self) -> Result<Option<(usize, Buffer)>>;
+
+    /// The whole result, with later compute ordered after it.
+    ///
+    /// # Errors
+    /// As [`Operation::next`].
+    fn wait(&self) -> Result<Buffer>;
+}
+
+/// Collectives over a group of ranks. Implemented by the engines of this crate.
+///
+/// All ranks of a group must call the same collectives, with the same sizes, in the same order.
+pub trait Communicator: Send + Sync + fmt::Debug {
+    /// This rank's number within the group, from 0.
+    fn rank(&self) -> usize;
+
+    /// The number of ranks in the group.
+    fn world_size(&self) -> usize;
+
+    /// A short name, for error messages.
+    fn describe(&self) -> String;
+
+    /// Gathers every rank's `shard` into `out`, in rank order. Pieces can be taken as they arrive; this rank's own are
+    /// the first.
+    ///
+    /// # Errors
+    /// Where sizes do not fit; where the group is closed.
+    fn all_gather(&self, dtype: DType, blocks: Blocks, shard: Buffer, out: BufferMut) -> Result<Arc<dyn Operation>>;
+
+    /// Starts a reduction in which each rank ends up with the sum of all ranks' blocks for it, in `out` (one block). The
+    /// blocks, this rank's own included, are handed in through [`Operation::contribute`].
+    ///
+    /// # Errors
+    /// Where sizes do not fit; where the group is closed.
+    fn reduce_scatter(&self, dtype: DType, blocks: Blocks, out: BufferMut) -> Result<Arc<dyn Operation>>;
+
+    /// Combines every rank's `input` into `out`, the same on all ranks.
+    ///
+    /// # Errors
+    /// Where sizes do not fit; where the group is closed.
+    fn all_reduce(&self, dtype: DType, op: ReduceOp, input: Buffer, out: BufferMut) -> Result<Arc<dyn Operation>>;
+
+    /// Copies `root`'s `input` (`None` elsewhere) to `out` on every rank.
+    ///
+    /// # Errors
+    /// Where sizes do not fit, or root has no input; where the group is closed.
+    fn broadcast(&self, dtype: DType, root: usize, input: Option<Buffer>, out: BufferMut)
+    -> Result<Arc<dyn Operation>>;
+
+    /// Sends `data` to `to`, which must call [`Communicator::receive`]. Sends and receives between two ranks are matched
+    /// in order, apart from all collectives.
+    ///
+    /// # Errors
+    /// Where the rank does not exist; where the group is closed.
+    fn send(&self, dtype: DType, to: usize, data: Buffer) -> Result<Arc<dyn Operation>>;
+
+    /// Receives into `out` what `from` sends.
+    ///
+    /// # Errors
+    /// Where the rank does not exist; where the group is closed.
+    fn receive(&self, dtype: DType, from: usize, out: BufferMut) -> Result<Arc<dyn Operation>>;
+
+    /// Waits until every rank has called it.
+    ///
+    /// # Errors
+    /// As [`Operation::wait`].
+    fn barrier(&self) -> Result<()>;
+
+    /// Divides the group: ranks that give the same `color` form a new group, ordered by `key` and then by their rank
+    /// here. A rank that gives no color gets none. All ranks must call it.
+    ///
+    /// # Errors
+    /// As [`Operation::wait`].
+    fn split(&self, color: Option<usize>, key: usize) -> Result<Option<Arc<dyn Communicator>>>;
+
+    /// The longest that a wait lasts.
+    fn deadline(&self) -> Duration;
+
+    /// Sets the longest that a wait lasts.
+    fn set_deadline(&self, deadline: Duration);
+
+    /// Ends every operation in flight, on all ranks that can be told, and refuses new ones: this rank gives up.
+    fn abort(&self, reason: &str);
+}
+
+/// An all-gather in flight, or its result where there is nobody to gather from. Dropping it waits.
+#[derive(Debug)]
+pub(crate) enum Gather {
+    /// One rank: its own shard is the whole.
+    Ready(Option<Buffer>, Buffer),
+    /// Under way.
+    Running(InFlight),
+}
+
+impl Gather {
+    /// See [`Operation::next`].
+    #[allow(dead_code)]
+    pub(crate) fn next(&mut self) -> Result<Option<(usize, Buffer)>> {
+        match self {
+            Gather::Ready(piece, _) => Ok(piece.take().map(|buffer| (0, buffer))),
+            Gather::Running(operation) => operation.next(),
+        }
+    }
+
+    /// See [`Operation::wait`].
+    pub(crate) fn wait(self) -> Result<Buffer> {
+        match self {
+            Gather::Ready(_, whole) => Ok(whole),
+            Gather::Running(operation) => operation.wait(),
+        }
+    }
+}
+
+/// A reduction in flight, or its result where there is nobody to reduce with. Dropping it waits.
+#[derive(Debug)]
+pub(crate) enum Reduce {
+    /// One rank: its own block is the sum.
+    Ready(Option<Buffer>),
+    /// Under way.
+    Running(InFlight),
+}
+
+impl Reduce {
+    /// See [`Operation::contribute`].
+    pub(crate) fn contribute(&mut self, piece: usize, block: Buffer) -> Result<()> {
+        match self {
+            Reduce::Ready(sum) => {
+                *sum = Some(match sum.take() {
+                    Some(sum) => sum.join(&block)?,
+                    None => block,
+                });
+                Ok(())
+            }
+            Reduce::Running(operation) => operation.contribute(piece, block),
+        }
+    }
+
+    /// See [`Operation::wait`].
+    pub(crate) fn wait(self) -> Result<Buffer> {
+        match self {
+            Reduce::Ready(sum) => sum.ok_or_else(|| Error::Argument {
+                what: "reduction",
+                got: "no block".into(),
+                wanted: "this rank's own block".into(),
+            }),
+            Reduce::Running(operation) => operation.wait(),
+        }
+    }
+}
+
+/// An operation that is waited for when it is dropped.
+#[derive(Debug)]
+pub(crate) struct InFlight {
+    operation: Option<Arc<dyn Operation>>,
+    communicator: Arc<dyn Communicator>,
+}
+
+impl InFlight {
+    pub(crate) fn new(operation: Arc<dyn Operation>, communicator: &Arc<dyn Communicator>) -> Self {
+        Self { operation: Some(operation), communicator: Arc::clone(communicator) }
+    }
+
+    fn operation(&self) -> Result<&Arc<dyn Operation>> {
+        self.operation.as_ref().ok_or_else(|| Error::Closed {
+            rank: self.communicator.rank(),
+            cause: "the operation has been waited for".into(),
+        })
+    }
+
+    #[allow(dead_code)]
+    pub(crate) fn next(&self) -> Result<Option<(usize, Buffer)>> {
+        self.operation()?.next()
+    }
+
+    pub(crate) fn contribute(&self, piece: usize, block: Buffer) -> Result<()> {
+        Arc::clone(self.operation()?).contribute(piece, block)
+    }
+
+    pub(crate) fn wait(mut self) -> Result<Buffer> {
+        let result = self.operation()?.wait();
+        self.operation = None;
+        result
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        let Some(operation) = self.operation.take() else { return };
+        if std::thread::panicking() {
+            // The peers wait for this rank: tell them, and do not wait for them.
+            self.communicator.abort("panicked");
+        } else if let Err(error) = operation.wait() {
+            tracing::warn!(target: "async_tensor_parallel", %error, "an operation that nobody waited for failed");
+        }
+    }
+}

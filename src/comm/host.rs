@@ -1,0 +1,921 @@
+//! Collectives of ranks that have host memory: one progress thread a rank, over point-to-point messages.
+//!
+//! The algorithms stand here once; a [`Transport`] moves the messages (between threads, or over MPI). Every reduction is
+//! ordered: an all-to-all in the wire dtype, then one sum over ranks 0, 1, … in the accumulator and one rounding, so that
+//! results depend neither on timing nor on who was first. An all-reduce is that, and a gather of the sums.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::comm::{Blocks, Communicator, DEFAULT_DEADLINE, Operation, ReduceOp};
+use crate::device::cpu::kernels::{self, Accumulate, Convert, for_float};
+use crate::device::cpu::memory::{bytes, bytes_mut, elements, elements_mut};
+use crate::device::{Device, same_length};
+use crate::dtype::DType;
+use crate::layout::ShardLayout;
+use crate::memory::{Buffer, BufferMut};
+use crate::timeline::{Lane, Recorder};
+use crate::{Error, Result};
+
+/// Which collective an operation is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    AllGather,
+    ReduceScatter,
+    AllReduce(ReduceOp),
+    Broadcast { root: usize },
+    Send { to: usize },
+    Receive { from: usize },
+    Barrier,
+    Split,
+}
+
+impl Kind {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Kind::AllGather => "all_gather",
+            Kind::ReduceScatter => "reduce_scatter",
+            Kind::AllReduce(ReduceOp::Sum) => "all_reduce",
+            Kind::AllReduce(ReduceOp::Max) => "all_reduce_max",
+            Kind::Broadcast { .. } => "broadcast",
+            Kind::Send { .. } => "send",
+            Kind::Receive { .. } => "receive",
+            Kind::Barrier => "barrier",
+            Kind::Split => "split",
+        }
+    }
+}
+
+/// What all ranks must agree on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) kind: Kind,
+    pub(crate) dtype: DType,
+    pub(crate) bytes: usize,
+    pub(crate) chunks: usize,
+    pub(crate) sequence: u64,
+}
+
+impl Header {
+    /// Point-to-point messages are numbered for each pair, apart from the collectives.
+    pub(crate) fn is_pairwise(&self) -> bool {
+        matches!(self.kind, Kind::Send { .. } | Kind::Receive { .. })
+    }
+}
+
+impl std::fmt::Display for Header {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} of {} {:?} elements", self.kind.name(), self.bytes / self.dtype.size(), self.dtype)?;
+        match self.kind {
+            Kind::Broadcast { root } => write!(f, " from rank {root}"),
+            Kind::Send { to } => write!(f, " to rank {to}"),
+            Kind::Receive { from } => write!(f, " from rank {from}"),
+            _ if self.chunks > 1 => write!(f, " in {} chunks", self.chunks),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// One message of an operation: `part` tells those of one operation between two ranks apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Message {
+    pub(crate) peer: usize,
+    pub(crate) part: usize,
+}
+
+/// What a transport has got done.
+#[derive(Debug)]
+pub(crate) enum Completion {
+    /// The message's bytes are no longer needed.
+    Sent(Header, Message),
+    /// The message has arrived.
+    Received(Header, Message, BufferMut),
+}
+
+/// Moves messages between ranks. Lives on the progress thread.
+pub(crate) trait Transport: Send {
+    /// Says that this rank starts the operation.
+    fn announce(&mut self, header: &Header) -> Result<()>;
+    /// Starts to send.
+    fn send(&mut self, header: &Header, message: Message, data: Buffer) -> Result<()>;
+    /// Starts to receive.
+    fn receive(&mut self, header: &Header, message: Message, into: BufferMut) -> Result<()>;
+    /// Collects what is done. Where nothing is, waits up to `patience` for something, or to be woken.
+    fn progress(&mut self, done: &mut Vec<Completion>, patience: Duration) -> Result<()>;
+}
+
+/// What a transport shows to the threads that compute.
+pub(crate) trait Control: Send + Sync + std::fmt::Debug {
+    /// Wakes the progress thread.
+    fn wake(&self);
+    /// Which ranks have not come to the operation, and what they were last seen doing.
+    fn missing(&self, header: &Header) -> String;
+    /// Ends the group for all ranks.
+    fn close(&self, error: &Error);
+    /// A name.
+    fn describe(&self) -> String;
+    /// Another group of the ranks that gave the same color, given everybody's `(color, key)`.
+    fn split(&self, sequence: u64, choices: &[(Option<usize>, usize)]) -> Result<Option<Arc<dyn Communicator>>>;
+}
+
+/// One operation, in flight or waiting to be used again.
+#[derive(Debug)]
+struct Op {
+    state: Mutex<State>,
+    changed: Condvar,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct State {
+    header: Header,
+    blocks: Blocks,
+    /// One for each piece of the whole.
+    pieces: Vec<Piece>,
+    /// What the peers' summands of this rank's block are received into, or have been: `peer * chunks + chunk`.
+    staging: Vec<Slot>,
+    /// Pieces of the result in order of arrival, those before `taken` already returned.
+    arrived: Vec<usize>,
+    taken: usize,
+    /// Messages that are still under way, and blocks that are still to be handed in.
+    outstanding: usize,
+    outcome: Option<Result<()>>,
+}
+
+/// A part of the result.
+#[derive(Debug, Default)]
+struct Piece {
+    contribution: Option<Buffer>,
+    contributed: bool,
+    result: Slot,
+}
+
+#[derive(Debug, Default)]
+enum Slot {
+    #[default]
+    Empty,
+    Writable(BufferMut),
+    Done(Buffer),
+}
+
+impl Slot {
+    fn take_mut(&mut self) -> Result<BufferMut> {
+        match std::mem::take(self) {
+            Slot::Writable(buffer) => Ok(buffer),
+            other => {
+                *self = other;
+                Err(Error::Argument { what: "piece", got: "one that is in use".into(), wanted: "a free one".into() })
+            }
+        }
+    }
+
+    fn done(&self) -> Option<&Buffer> {
+        match self {
+            Slot::Done(buffer) => Some(buffer),
+            _ => None,
+        }
+    }
+}
+
+enum Command {
+    Start(Arc<Op>),
+    Contribute(Arc<Op>, usize),
+    Stop,
+}
+
+#[derive(Debug)]
+struct Shared {
+    rank: usize,
+    world_size: usize,
+    deadline: AtomicU64,
+    queue: Mutex<Queue>,
+    control: Arc<dyn Control>,
+    recorder: Recorder,
+}
+
+#[derive(Default)]
+struct Queue {
+    commands: VecDeque<Command>,
+    /// Numbers of the next collective, and of the next send to and receive from each rank.
+    sequence: u64,
+    sends: Vec<u64>,
+    receives: Vec<u64>,
+    /// Operations to be used again once nobody holds them.
+    recycled: Vec<Arc<Op>>,
+    closed: Option<Error>,
+}
+
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} commands, next #{}", self.commands.len(), self.sequence)
+    }
+}
+
+impl Shared {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn submit(&self, command: Command) -> Result<()> {
+        let mut queue = self.queue();
+        if let Some(error) = &queue.closed {
+            return Err(closed(self.rank, error));
+        }
+        queue.commands.push_back(command);
+        drop(queue);
+        self.control.wake();
+        Ok(())
+    }
+}
+
+fn closed(rank: usize, cause: &Error) -> Error {
+    match cause {
+        Error::Closed { .. } => cause.clone(),
+        _ => Error::Closed { rank, cause: cause.to_string() },
+    }
+}
+
+/// A [`Communicator`] over a [`Transport`].
+#[derive(Debug)]
+pub(crate) struct HostCommunicator {
+    shared: Arc<Shared>,
+    device: Arc<dyn Device>,
+    progress: Option<JoinHandle<()>>,
+}
+
+impl HostCommunicator {
+    /// Starts the progress thread.
+    pub(crate) fn new(
+        rank: usize,
+        world_size: usize,
+        device: Arc<dyn Device>,
+        transport: impl Transport + 'static,
+        control: Arc<dyn Control>,
+        recorder: Recorder,
+    ) -> Result<Self> {
+        let queue = Queue { sends: vec![0; world_size], receives: vec![0; world_size], ..Queue::default() };
+        let shared = Arc::new(Shared {
+            rank,
+            world_size,
+            deadline: AtomicU64::new(millis(DEFAULT_DEADLINE)),
+            queue: Mutex::new(queue),
+            control,
+            recorder,
+        });
+        let engine = Engine { shared: Arc::clone(&shared), transport, active: Vec::new(), done: Vec::new() };
+        let progress = std::thread::Builder::new()
+            .name(format!("communication of rank {rank}"))
+            .spawn(move || engine.run())
+            .map_err(|error| Error::io("starting the progress thread", &error))?;
+        Ok(Self { shared, device, progress: Some(progress) })
+    }
+
+    /// An operation to be filled in and started: a recycled one if there is one.
+    fn prepare(&self, mut header: Header, blocks: Blocks) -> Result<Arc<Op>> {
+        let mut queue = self.shared.queue();
+        if let Some(error) = &queue.closed {
+            return Err(closed(self.shared.rank, error));
+        }
+        let counter = match header.kind {
+            Kind::Send { to } => &mut queue.sends[to],
+            Kind::Receive { from } => &mut queue.receives[from],
+            _ => &mut queue.sequence,
+        };
+        header.sequence = *counter;
+        *counter += 1;
+        let op = match queue.recycled.iter().position(|op| Arc::strong_count(op) == 1) {
+            Some(free) => {
+                // Pairs with the release in the last handle's drop.
+                std::sync::atomic::fence(Ordering::Acquire);
+                Arc::clone(&queue.recycled[free])
+            }
+            None => {
+                let op = Arc::new(Op {
+                    state: Mutex::new(State {
+                        header,
+                        blocks,
+                        pieces: Vec::new(),
+                        staging: Vec::new(),
+                        arrived: Vec::new(),
+                        taken: 0,
+                        outstanding: 0,
+                        outcome: None,
+                    }),
+                    changed: Condvar::new(),
+                    shared: Arc::clone(&self.shared),
+                });
+                queue.recycled.push(Arc::clone(&op));
+                op
+            }
+        };
+        drop(queue);
+        let mut state = op.lock();
+        state.header = header;
+        state.blocks = blocks;
+        state.pieces.clear();
+        state.pieces.resize_with(blocks.pieces(), Piece::default);
+        state.staging.clear();
+        state.arrived.clear();
+        state.arrived.reserve(blocks.pieces());
+        state.taken = 0;
+        state.outstanding = 0;
+        state.outcome = None;
+        drop(state);
+        Ok(op)
+    }
+
+    fn start(&self, op: Arc<Op>) -> Result<Arc<dyn Operation>> {
+        self.shared.submit(Command::Start(Arc::clone(&op)))?;
+        Ok(op)
+    }
+
+    fn header(&self, kind: Kind, dtype: DType, bytes: usize, chunks: usize) -> Header {
+        Header { kind, dtype, bytes, chunks, sequence: 0 }
+    }
+
+    fn check_rank(&self, what: &'static str, rank: usize) -> Result<()> {
+        if rank < self.shared.world_size && rank != self.shared.rank {
+            return Ok(());
+        }
+        Err(Error::Argument {
+            what,
+            got: rank.to_string(),
+            wanted: format!("another rank below {}", self.shared.world_size),
+        })
+    }
+
+    /// A gather of every rank's `shard` into `out`, ready to start.
+    fn gather(&self, kind: Kind, dtype: DType, blocks: Blocks, shard: &Buffer, mut out: BufferMut) -> Result<Arc<Op>> {
+        let rank = self.shared.rank;
+        let own = blocks.own_bytes(rank);
+        same_length("all_gather's shard", shard.len(), own.len())?;
+        same_length("all_gather's result", out.len(), blocks.total_bytes())?;
+        let op = self.prepare(self.header(kind, dtype, blocks.total_bytes(), blocks.chunks), blocks)?;
+        let mut state = op.lock();
+        for piece in 0..blocks.pieces() {
+            let range = blocks.bytes(piece);
+            state.pieces[piece].result = Slot::Writable(out.split_to(range.len())?);
+            if piece / blocks.chunks == rank {
+                state.pieces[piece].contribution = Some(shard.slice(range.start - own.start..range.end - own.start)?);
+            }
+        }
+        drop(state);
+        Ok(op)
+    }
+
+    /// Buffers that the peers' summands for `bytes(piece)` of this rank's own pieces are received into.
+    fn fill_staging(&self, state: &mut State) -> Result<()> {
+        let Shared { rank, world_size, .. } = *self.shared;
+        for peer in 0..world_size {
+            for chunk in 0..state.blocks.chunks {
+                let len = state.blocks.bytes(rank * state.blocks.chunks + chunk).len();
+                state.staging.push(if peer == rank { Slot::Empty } else { Slot::Writable(self.device.allocate(len)?) });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for HostCommunicator {
+    fn drop(&mut self) {
+        self.shared.queue().commands.push_back(Command::Stop);
+        self.shared.control.wake();
+        if let Some(progress) = self.progress.take() {
+            // The thread ends by itself: after what is in flight, or at its error. It does not panic.
+            let _ = progress.join();
+        }
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    duration.as_millis().min(u64::MAX.into()) as u64
+}
+
+impl Communicator for HostCommunicator {
+    fn rank(&self) -> usize {
+        self.shared.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.shared.world_size
+    }
+
+    fn describe(&self) -> String {
+        self.shared.control.describe()
+    }
+
+    fn all_gather(&self, dtype: DType, blocks: Blocks, shard: Buffer, out: BufferMut) -> Result<Arc<dyn Operation>> {
+        let op = self.gather(Kind::AllGather, dtype, blocks, &shard, out)?;
+        self.start(op)
+    }
+
+    fn reduce_scatter(&self, dtype: DType, blocks: Blocks, mut out: BufferMut) -> Result<Arc<dyn Operation>> {
+        let rank = self.shared.rank;
+        same_length("reduce_scatter's result", out.len(), blocks.own_bytes(rank).len())?;
+        let op = self.prepare(self.header(Kind::ReduceScatter, dtype, blocks.total_bytes(), blocks.chunks), blocks)?;
+        let mut state = op.lock();
+        for chunk in 0..blocks.chunks {
+            let piece = rank * blocks.chunks + chunk;
+            state.pieces[piece].result = Slot::Writable(out.split_to(blocks.bytes(piece).len())?);
+        }
+        self.fill_staging(&mut state)?;
+        drop(state);
+        self.start(op)
+    }
+
+    fn all_reduce(&self, dtype: DType, op: ReduceOp, input: Buffer, mut out: BufferMut) -> Result<Arc<dyn Operation>> {
+        same_length("all_reduce's result", out.len(), input.len())?;
+        let layout = ShardLayout::uneven(input.len() / dtype.size(), self.shared.world_size)?;
+        let blocks = Blocks::new(layout, dtype.size());
+        same_length("all_reduce's input", input.len(), blocks.total_bytes())?;
+        let op = self.prepare(self.header(Kind::AllReduce(op), dtype, input.len(), 1), blocks)?;
+        let mut state = op.lock();
+        for piece in 0..blocks.pieces() {
+            let range = blocks.bytes(piece);
+            state.pieces[piece].result = Slot::Writable(out.split_to(range.len())?);
+            state.pieces[piece].contribution = Some(input.slice(range)?);
+        }
+        self.fill_staging(&mut state)?;
+        drop(state);
+        self.start(op)
+    }
+
+    fn broadcast(
+        &self,
+        dtype: DType,
+        root: usize,
+        input: Option<Buffer>,
+        out: BufferMut,
+    ) -> Result<Arc<dyn Operation>> {
+        let Shared { rank, world_size, .. } = *self.shared;
+        if root >= world_size || (root == rank) != input.is_some() {
+            return Err(Error::Argument {
+                what: "broadcast",
+                got: format!("root {root}, {} on rank {rank}", if input.is_some() { "an input" } else { "no input" }),
+                wanted: format!("a root below {world_size}, and an input on the root alone"),
+            });
+        }
+        if let Some(input) = &input {
+            same_length("broadcast's input", input.len(), out.len())?;
+        }
+        let blocks = Blocks::new(ShardLayout::uneven(1, 1)?, out.len());
+        let op = self.prepare(self.header(Kind::Broadcast { root }, dtype, out.len(), 1), blocks)?;
+        let mut state = op.lock();
+        state.pieces[0].result = Slot::Writable(out);
+        state.pieces[0].contribution = input;
+        drop(state);
+        self.start(op)
+    }
+
+    fn send(&self, dtype: DType, to: usize, data: Buffer) -> Result<Arc<dyn Operation>> {
+        self.check_rank("receiver", to)?;
+        let blocks = Blocks::new(ShardLayout::uneven(1, 1)?, data.len());
+        let op = self.prepare(self.header(Kind::Send { to }, dtype, data.len(), 1), blocks)?;
+        op.lock().pieces[0].contribution = Some(data);
+        self.start(op)
+    }
+
+    fn receive(&self, dtype: DType, from: usize, out: BufferMut) -> Result<Arc<dyn Operation>> {
+        self.check_rank("sender", from)?;
+        let blocks = Blocks::new(ShardLayout::uneven(1, 1)?, out.len());
+        let op = self.prepare(self.header(Kind::Receive { from }, dtype, out.len(), 1), blocks)?;
+        op.lock().pieces[0].result = Slot::Writable(out);
+        self.start(op)
+    }
+
+    fn barrier(&self) -> Result<()> {
+        let blocks = Blocks::new(ShardLayout::uneven(0, self.shared.world_size)?, 0);
+        let (shard, out) = (self.device.allocate(0)?.freeze(), self.device.allocate(0)?);
+        let op = self.gather(Kind::Barrier, DType::F32, blocks, &shard, out)?;
+        self.start(op)?.wait().map(drop)
+    }
+
+    fn split(&self, color: Option<usize>, key: usize) -> Result<Option<Arc<dyn Communicator>>> {
+        let Shared { world_size, .. } = *self.shared;
+        let blocks = Blocks::new(ShardLayout::even("ranks", world_size, world_size)?, 16);
+        let choice = [color.map_or(-1, |color| color as i64), key as i64];
+        let (mut shard, out) = (self.device.allocate(16)?, self.device.allocate(blocks.total_bytes())?);
+        self.device.upload(bytemuck::cast_slice(&choice), &mut shard)?;
+        let op = self.gather(Kind::Split, DType::I64, blocks, &shard.freeze(), out)?;
+        let sequence = op.lock().header.sequence;
+        let all = self.start(op)?.wait()?;
+        let mut choices = vec![0i64; 2 * world_size];
+        self.device.download(&all, bytemuck::cast_slice_mut(&mut choices))?;
+        let choices: Vec<_> = choices.chunks(2).map(|pair| (usize::try_from(pair[0]).ok(), pair[1] as usize)).collect();
+        self.shared.control.split(sequence, &choices)
+    }
+
+    fn deadline(&self) -> Duration {
+        Duration::from_millis(self.shared.deadline.load(Ordering::Relaxed))
+    }
+
+    fn set_deadline(&self, deadline: Duration) {
+        self.shared.deadline.store(millis(deadline), Ordering::Relaxed);
+    }
+
+    fn abort(&self, reason: &str) {
+        let Shared { rank, .. } = *self.shared;
+        self.shared.control.close(&Error::PeerLost {
+            rank,
+            seen_by: rank,
+            operation: "its own work".into(),
+            sequence: self.shared.queue().sequence,
+            reason: reason.into(),
+        });
+        self.shared.control.wake();
+    }
+}
+
+impl Op {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until `ready` finds something in the state, the operation fails, or the deadline passes.
+    fn wait_until<R>(&self, ready: impl Fn(&mut State) -> Option<R>) -> Result<R> {
+        let begun = Instant::now();
+        let deadline = Duration::from_millis(self.shared.deadline.load(Ordering::Relaxed));
+        let mut state = self.lock();
+        let mut span = None;
+        loop {
+            if let Some(found) = ready(&mut state) {
+                return Ok(found);
+            }
+            if let Some(Err(error)) = &state.outcome {
+                return Err(error.clone());
+            }
+            span.get_or_insert_with(|| self.shared.recorder.span(Lane::Wait, state.header.kind.name()));
+            let waited = begun.elapsed();
+            let Some(left) = deadline.checked_sub(waited).filter(|left| !left.is_zero()) else {
+                let header = state.header;
+                drop(state);
+                return Err(self.time_out(&header, waited));
+            };
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn time_out(&self, header: &Header, waited: Duration) -> Error {
+        let error = Error::Timeout {
+            rank: self.shared.rank,
+            operation: header.to_string(),
+            sequence: header.sequence,
+            seconds: waited.as_secs_f64(),
+            missing: self.shared.control.missing(header),
+        };
+        self.shared.control.close(&error);
+        self.shared.control.wake();
+        error
+    }
+}
+
+impl Operation for Op {
+    fn contribute(self: Arc<Self>, piece: usize, block: Buffer) -> Result<()> {
+        let mut state = self.lock();
+        let refused = |got: String, wanted: &str| Error::Argument { what: "block", got, wanted: wanted.into() };
+        if state.header.kind != Kind::ReduceScatter || piece >= state.pieces.len() {
+            return Err(refused(format!("piece {piece}"), "a piece of a reduce_scatter"));
+        }
+        if state.pieces[piece].contributed {
+            return Err(refused(format!("piece {piece} again"), "each piece once"));
+        }
+        same_length("block of a reduce_scatter", block.len(), state.blocks.bytes(piece).len())?;
+        state.pieces[piece].contribution = Some(block);
+        state.pieces[piece].contributed = true;
+        drop(state);
+        let shared = Arc::clone(&self.shared);
+        shared.submit(Command::Contribute(self, piece))
+    }
+
+    fn next(&self) -> Result<Option<(usize, Buffer)>> {
+        self.wait_until(|state| {
+            let piece = match state.arrived.get(state.taken) {
+                Some(piece) => *piece,
+                None => return matches!(state.outcome, Some(Ok(()))).then_some(None),
+            };
+            let buffer = state.pieces[piece].result.done()?.clone();
+            state.taken += 1;
+            Some(Some((piece, buffer)))
+        })
+    }
+
+    fn wait(&self) -> Result<Buffer> {
+        self.wait_until(|state| matches!(state.outcome, Some(Ok(()))).then_some(()))?;
+        let mut state = self.lock();
+        let mut whole: Option<Buffer> = None;
+        for piece in &mut state.pieces {
+            if let Slot::Done(buffer) = std::mem::take(&mut piece.result) {
+                whole = Some(match whole {
+                    Some(front) => front.join(&buffer)?,
+                    None => buffer,
+                });
+            } else if let Some(sent) = piece.contribution.take() {
+                // A send has no result but what was sent.
+                whole.get_or_insert(sent);
+            }
+        }
+        whole.ok_or_else(|| Error::Argument {
+            what: "operation",
+            got: "one whose result has been taken".into(),
+            wanted: "one wait for each".into(),
+        })
+    }
+}
+
+/// The progress thread's own state.
+struct Engine<T> {
+    shared: Arc<Shared>,
+    transport: T,
+    active: Vec<Arc<Op>>,
+    done: Vec<Completion>,
+}
+
+impl<T: Transport> Engine<T> {
+    /// How long a transport may sleep when nothing is to be done; it is woken for new commands.
+    const PATIENCE: Duration = Duration::from_secs(3600);
+
+    fn run(mut self) {
+        if let Err(error) = self.serve() {
+            self.shared.control.close(&error);
+            let mut queue = self.shared.queue();
+            queue.closed = Some(error.clone());
+            let commands = std::mem::take(&mut queue.commands);
+            drop(queue);
+            for command in commands {
+                if let Command::Start(op) | Command::Contribute(op, _) = command {
+                    self.active.push(op);
+                }
+            }
+            for op in self.active.drain(..) {
+                let mut state = op.lock();
+                if state.outcome.is_none() {
+                    state.outcome = Some(Err(error.clone()));
+                }
+                op.changed.notify_all();
+            }
+        }
+    }
+
+    fn serve(&mut self) -> Result<()> {
+        let mut stopping = false;
+        loop {
+            let command = self.shared.queue().commands.pop_front();
+            match command {
+                Some(Command::Start(op)) => self.begin(op)?,
+                Some(Command::Contribute(op, piece)) => self.contribute(&op, piece)?,
+                Some(Command::Stop) => stopping = true,
+                None => {
+                    if stopping && self.active.is_empty() {
+                        return Ok(());
+                    }
+                    let mut done = std::mem::take(&mut self.done);
+                    self.transport.progress(&mut done, Self::PATIENCE)?;
+                    for completion in done.drain(..) {
+                        self.complete(completion)?;
+                    }
+                    self.done = done;
+                }
+            }
+        }
+    }
+
+    /// Posts all messages of an operation that can be posted at its start. In step `s` every rank sends to the `s`-th
+    /// rank after it and receives from the `s`-th before it, so that no two ranks send to the same one.
+    fn begin(&mut self, op: Arc<Op>) -> Result<()> {
+        let Shared { rank, world_size, .. } = *self.shared;
+        let mut guard = op.lock();
+        let state = &mut *guard;
+        let (header, blocks) = (state.header, state.blocks);
+        self.transport.announce(&header)?;
+        let peers = |step: usize| ((rank + step) % world_size, (rank + world_size - step) % world_size);
+        match header.kind {
+            Kind::AllGather | Kind::Barrier | Kind::Split => {
+                for chunk in 0..blocks.chunks {
+                    let own = rank * blocks.chunks + chunk;
+                    let shard = state.pieces[own].contribution.take().ok_or_else(nothing_to_send)?;
+                    let mut copy = state.pieces[own].result.take_mut()?;
+                    for step in 1..world_size {
+                        let (to, from) = peers(step);
+                        let piece = from * blocks.chunks + chunk;
+                        let into = state.pieces[piece].result.take_mut()?;
+                        self.transport.receive(&header, Message { peer: from, part: piece }, into)?;
+                        self.transport.send(&header, Message { peer: to, part: own }, shard.clone())?;
+                        state.outstanding += 2;
+                    }
+                    bytes_mut(&mut copy)?.copy_from_slice(bytes(&shard)?);
+                    state.pieces[own].result = Slot::Done(copy.freeze());
+                    state.arrived.push(own);
+                }
+            }
+            Kind::ReduceScatter => {
+                for chunk in 0..blocks.chunks {
+                    for step in 1..world_size {
+                        let (_, from) = peers(step);
+                        self.receive_summand(state, from, chunk)?;
+                    }
+                }
+                // Blocks are still to be handed in.
+                state.outstanding += blocks.pieces();
+            }
+            Kind::AllReduce(_) => {
+                for step in 1..world_size {
+                    let (to, from) = peers(step);
+                    self.receive_summand(state, from, 0)?;
+                    let block = state.pieces[to].contribution.take().ok_or_else(nothing_to_send)?;
+                    self.transport.send(&header, Message { peer: to, part: to }, block)?;
+                    let into = state.pieces[from].result.take_mut()?;
+                    self.transport.receive(&header, Message { peer: from, part: world_size + from }, into)?;
+                    state.outstanding += 2;
+                }
+                // The own sum is still to be formed.
+                state.outstanding += 1;
+                self.try_sum(state, 0)?;
+            }
+            Kind::Broadcast { root } if root == rank => {
+                let input = state.pieces[0].contribution.take().ok_or_else(nothing_to_send)?;
+                for step in 1..world_size {
+                    self.transport.send(&header, Message { peer: peers(step).0, part: 0 }, input.clone())?;
+                    state.outstanding += 1;
+                }
+                let mut copy = state.pieces[0].result.take_mut()?;
+                bytes_mut(&mut copy)?.copy_from_slice(bytes(&input)?);
+                state.pieces[0].result = Slot::Done(copy.freeze());
+                state.arrived.push(0);
+            }
+            Kind::Broadcast { root: peer } | Kind::Receive { from: peer } => {
+                let into = state.pieces[0].result.take_mut()?;
+                self.transport.receive(&header, Message { peer, part: 0 }, into)?;
+                state.outstanding += 1;
+            }
+            Kind::Send { to: peer } => {
+                let data = state.pieces[0].contribution.clone().ok_or_else(nothing_to_send)?;
+                self.transport.send(&header, Message { peer, part: 0 }, data)?;
+                state.outstanding += 1;
+            }
+        }
+        let finished = Self::finish(state);
+        drop(guard);
+        op.changed.notify_all();
+        if !finished {
+            self.active.push(op);
+        }
+        Ok(())
+    }
+
+    fn receive_summand(&mut self, state: &mut State, from: usize, chunk: usize) -> Result<()> {
+        let chunks = state.blocks.chunks;
+        let into = state.staging[from * chunks + chunk].take_mut()?;
+        let part = self.shared.rank * chunks + chunk;
+        self.transport.receive(&state.header, Message { peer: from, part }, into)?;
+        state.outstanding += 1;
+        Ok(())
+    }
+
+    /// A block of a reduce-scatter has been handed in.
+    fn contribute(&mut self, op: &Arc<Op>, piece: usize) -> Result<()> {
+        let mut guard = op.lock();
+        let state = &mut *guard;
+        let (owner, chunk) = (piece / state.blocks.chunks, piece % state.blocks.chunks);
+        if owner == self.shared.rank {
+            self.try_sum(state, chunk)?;
+        } else {
+            let block = state.pieces[piece].contribution.take().ok_or_else(nothing_to_send)?;
+            self.transport.send(&state.header, Message { peer: owner, part: piece }, block)?;
+        }
+        self.settle(guard, op)
+    }
+
+    fn complete(&mut self, completion: Completion) -> Result<()> {
+        let (Completion::Sent(header, message) | Completion::Received(header, message, _)) = &completion;
+        let found = self.active.iter().find(|op| {
+            let state = op.lock();
+            state.header.sequence == header.sequence && state.header.kind == header.kind
+        });
+        let Some(op) = found.map(Arc::clone) else {
+            return Err(Error::Argument {
+                what: "completion",
+                got: format!("{header} #{} with rank {}", header.sequence, message.peer),
+                wanted: "one of an operation in flight".into(),
+            });
+        };
+        let mut guard = op.lock();
+        let state = &mut *guard;
+        match completion {
+            // A block of a reduce-scatter counts once, when it has been sent.
+            Completion::Sent(..) => state.outstanding -= 1,
+            Completion::Received(header, message, buffer) => {
+                state.outstanding -= 1;
+                let (rank, world_size) = (self.shared.rank, self.shared.world_size);
+                let summand = match header.kind {
+                    Kind::ReduceScatter => Some(message.part - rank * state.blocks.chunks),
+                    Kind::AllReduce(_) if message.part < world_size => Some(0),
+                    _ => None,
+                };
+                if let Some(chunk) = summand {
+                    state.staging[message.peer * state.blocks.chunks + chunk] = Slot::Done(buffer.freeze());
+                    self.try_sum(state, chunk)?;
+                } else {
+                    let piece = match header.kind {
+                        Kind::AllReduce(_) => message.part - world_size,
+                        _ => message.part,
+                    };
+                    state.pieces[piece].result = Slot::Done(buffer.freeze());
+                    state.arrived.push(piece);
+                }
+            }
+        }
+        self.settle(guard, &op)
+    }
+
+    /// Forms the sum of this rank's `chunk` once all summands are there.
+    fn try_sum(&mut self, state: &mut State, chunk: usize) -> Result<()> {
+        let Shared { rank, world_size, .. } = *self.shared;
+        let chunks = state.blocks.chunks;
+        let own = rank * chunks + chunk;
+        let ready = state.pieces[own].contribution.is_some()
+            && (0..world_size).all(|peer| peer == rank || state.staging[peer * chunks + chunk].done().is_some());
+        if !ready {
+            return Ok(());
+        }
+        let mut out = state.pieces[own].result.take_mut()?;
+        let summand = |peer: usize| {
+            let staged = state.staging.get(peer * chunks + chunk).and_then(Slot::done);
+            if peer == rank { state.pieces[own].contribution.as_ref() } else { staged }
+        };
+        let begun = Instant::now();
+        combine(state.header, world_size, summand, &mut out)?;
+        self.shared.recorder.note(Lane::Communication, "sum", begun, Instant::now(), 0);
+        let sum = out.freeze();
+        state.pieces[own].contribution = None;
+        for peer in 0..world_size {
+            state.staging[peer * chunks + chunk] = Slot::Empty;
+        }
+        state.outstanding -= 1;
+        if let Kind::AllReduce(_) = state.header.kind {
+            for step in 1..world_size {
+                let to = (rank + step) % world_size;
+                self.transport.send(&state.header, Message { peer: to, part: world_size + rank }, sum.clone())?;
+                state.outstanding += 1;
+            }
+        }
+        state.pieces[own].result = Slot::Done(sum);
+        state.arrived.push(own);
+        Ok(())
+    }
+
+    /// Wakes who waits, and forgets the operation if it is done.
+    fn settle(&mut self, mut state: MutexGuard<'_, State>, op: &Arc<Op>) -> Result<()> {
+        let finished = Self::finish(&mut state);
+        drop(state);
+        if finished {
+            self.active.retain(|active| !Arc::ptr_eq(active, op));
+        }
+        op.changed.notify_all();
+        Ok(())
+    }
+
+    fn finish(state: &mut State) -> bool {
+        if state.outstanding == 0 && state.outcome.is_none() {
+            state.outcome = Some(Ok(()));
+        }
+        state.outcome.is_some()
+    }
+}
+
+fn nothing_to_send() -> Error {
+    Error::Argument { what: "operation", got: "no data".into(), wanted: "this rank's data".into() }
+}
+
+/// Combines the ranks' summands in rank order into `out`.
+fn combine<'a>(
+    header: Header,
+    world_size: usize,
+    summand: impl Fn(usize) -> Option<&'a Buffer>,
+    out: &mut BufferMut,
+) -> Result<()> {
+    fn run<'a, T: Convert<Accumulator: Accumulate>>(
+        kind: Kind,
+        world_size: usize,
+        summand: impl Fn(usize) -> Option<&'a Buffer>,
+        out: &mut BufferMut,
+    ) -> Result<()> {
+        for rank in 0..world_size {
+            let buffer = summand(rank).ok_or_else(nothing_to_send)?;
+            same_length("summand", buffer.len(), out.len())?;
+            elements::<T>(buffer)?;
+        }
+        // All summands are known to be there: an empty slice never comes up.
+        let part = |rank| summand(rank).and_then(|buffer| elements::<T>(buffer).ok()).unwrap_or_default();
+        let out = elements_mut::<T>(out)?;
+        if kind == Kind::AllReduce(ReduceOp::Max) {
+            kernels::max_in_order(world_size, part, out);
+        } else {
+            kernels::sum_in_order(world_size, part, out);
+        }
+        Ok(())
+    }
+    for_float!(header.dtype, run(header.kind, world_size, summand, out))
+}

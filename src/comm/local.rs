@@ -1,0 +1,681 @@
+//! Ranks are threads of one process: messages are copies, optionally over a modelled link.
+
+use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::comm::host::{Completion, Control, Header, HostCommunicator, Kind, Message, Transport};
+use crate::comm::{Communicator, DEFAULT_DEADLINE};
+use crate::device::cpu::memory::{bytes, bytes_mut};
+use crate::device::{Cpu, Device};
+use crate::group::Group;
+use crate::memory::{Buffer, BufferMut};
+use crate::timeline::{Lane, Recorder};
+use crate::{Error, Result};
+
+/// A modelled interconnect: every rank has one port, which sends and receives `bandwidth` bytes a second each way, and
+/// every message arrives `latency` after its last byte has left.
+///
+/// It is a model, for seeing and measuring overlap on one machine: a message takes its time while no core works on it,
+/// as over a network card or a copy engine. The bytes themselves are copied in memory, at the start of that time.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Link {
+    /// Bytes a second, each way, of each rank's port.
+    pub bandwidth: f64,
+    /// From the last byte's departure to its arrival.
+    pub latency: Duration,
+}
+
+impl Link {
+    /// A link of `gbit` Gbit/s and `latency_us` microseconds.
+    pub fn gbit(gbit: f64, latency_us: f64) -> Self {
+        Self { bandwidth: gbit * 1e9 / 8.0, latency: Duration::from_secs_f64(latency_us.max(0.0) / 1e6) }
+    }
+
+    /// How long `bytes` occupy a port.
+    pub fn transfer(&self, bytes: usize) -> Duration {
+        Duration::try_from_secs_f64(bytes as f64 / self.bandwidth).unwrap_or(Duration::MAX)
+    }
+}
+
+/// Ranks as threads of this process, each with its own [`Group`].
+///
+/// ```
+/// use async_tensor_parallel::{LocalWorld, Placement};
+///
+/// let sums = LocalWorld::new(4)?.run(|group| {
+///     let x = group.tensor(&[group.rank() as f32 + 1.0], &[1], Placement::Partial)?;
+///     group.all_reduce(&x)?.wait()?.to_vec()
+/// })?;
+/// assert_eq!(sums, vec![vec![10.0]; 4]);
+/// # Ok::<(), async_tensor_parallel::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct LocalWorld {
+    world_size: usize,
+    link: Option<Link>,
+    threads: usize,
+    deadline: Duration,
+    recorder: Recorder,
+}
+
+impl LocalWorld {
+    /// A world of `world_size` ranks, each of which multiplies with its share of the machine's cores.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for no ranks or more than 1024.
+    pub fn new(world_size: usize) -> Result<Self> {
+        if !(1..=1024).contains(&world_size) {
+            return Err(Error::Argument {
+                what: "world_size",
+                got: world_size.to_string(),
+                wanted: "1 to 1024 threads".into(),
+            });
+        }
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = (cores / world_size).max(1);
+        let recorder = Recorder::disabled();
+        Ok(Self { world_size, link: None, threads, deadline: DEFAULT_DEADLINE, recorder })
+    }
+
+    /// Sends all messages over a modelled link instead of copying them at once.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a bandwidth that is not a positive, finite number.
+    pub fn with_link(mut self, link: Link) -> Result<Self> {
+        if !(link.bandwidth.is_finite() && link.bandwidth > 0.0) {
+            return Err(Error::Argument {
+                what: "link bandwidth",
+                got: format!("{} bytes/s", link.bandwidth),
+                wanted: "a positive, finite number".into(),
+            });
+        }
+        self.link = Some(link);
+        Ok(self)
+    }
+
+    /// Sets the number of threads that each rank's matmuls use (default: cores / ranks, at least 1).
+    pub fn with_threads(mut self, threads: usize) -> Self {
+        self.threads = threads.max(1);
+        self
+    }
+
+    /// Sets how long a wait lasts before it gives up (default 10 minutes).
+    pub fn with_deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// What the ranks of this world record their spans in.
+    pub fn recorder(&self) -> &Recorder {
+        &self.recorder
+    }
+
+    /// Runs `f` on every rank, each in its own thread, and returns what they returned, in rank order.
+    ///
+    /// # Errors
+    /// The error of the rank that failed first. A panic of a rank becomes [`Error::Panicked`]. The other ranks do not
+    /// hang: what they wait for from a rank that is gone ends in [`Error::PeerLost`].
+    pub fn run<R: Send>(&self, f: impl Fn(&Group) -> Result<R> + Sync) -> Result<Vec<R>> {
+        let outcomes = self.run_each(f);
+        let mut first: Option<(Instant, Error)> = None;
+        let mut values = Vec::with_capacity(outcomes.len());
+        for (at, outcome) in outcomes {
+            match outcome {
+                Ok(value) => values.push(value),
+                Err(error) if first.as_ref().is_none_or(|(earliest, _)| at < *earliest) => first = Some((at, error)),
+                Err(_) => {}
+            }
+        }
+        first.map_or(Ok(values), |(_, error)| Err(error))
+    }
+
+    /// Runs `f` on every rank and returns each rank's own outcome, in rank order.
+    pub fn run_all<R: Send>(&self, f: impl Fn(&Group) -> Result<R> + Sync) -> Vec<Result<R>> {
+        self.run_each(f).into_iter().map(|(_, outcome)| outcome).collect()
+    }
+
+    fn run_each<R: Send>(&self, f: impl Fn(&Group) -> Result<R> + Sync) -> Vec<(Instant, Result<R>)> {
+        let board = Board::new(
+            (0..self.world_size).collect(),
+            self.link.map(|link| Arc::new(Ports::new(link, self.world_size))),
+        );
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = (0..self.world_size)
+                .map(|rank| {
+                    let (board, f) = (Arc::clone(&board), &f);
+                    scope.spawn(move || self.run_rank(rank, &board, f))
+                })
+                .collect();
+            let join = |(rank, thread): (usize, std::thread::ScopedJoinHandle<'_, _>)| {
+                thread.join().unwrap_or_else(|payload| {
+                    (Instant::now(), Err(Error::Panicked { rank, message: panic_message(&*payload) }))
+                })
+            };
+            ranks.into_iter().enumerate().map(join).collect()
+        })
+    }
+
+    fn run_rank<R>(
+        &self,
+        rank: usize,
+        board: &Arc<Board>,
+        f: &(impl Fn(&Group) -> Result<R> + Sync),
+    ) -> (Instant, Result<R>) {
+        let recorder = self.recorder.for_rank(rank);
+        let device: Arc<dyn Device> = Arc::new(Cpu::with_recorder(self.threads, recorder.clone()));
+        let group = board.join(rank, Arc::clone(&device), recorder.clone(), self.deadline);
+        let outcome = group.and_then(|communicator| {
+            let group = Group::new(communicator, device, recorder);
+            catch_unwind(AssertUnwindSafe(|| f(&group))).unwrap_or_else(|payload| {
+                let message = panic_message(&*payload);
+                board.lose(rank, &format!("panicked: {message}"));
+                Err(Error::Panicked { rank, message })
+            })
+        });
+        let at = Instant::now();
+        match &outcome {
+            Ok(_) => board.lose(rank, "returned"),
+            Err(error) => board.lose(rank, &format!("failed: {error}")),
+        }
+        (at, outcome)
+    }
+}
+
+fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(ToString::to_string);
+    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
+}
+
+/// What the ranks of one group share.
+#[derive(Debug)]
+struct Board {
+    /// The ranks' numbers within the world.
+    members: Vec<usize>,
+    state: Mutex<Posted>,
+    /// One for each rank's progress thread.
+    changed: Vec<Condvar>,
+    ports: Option<Arc<Ports>>,
+}
+
+#[derive(Debug)]
+struct Posted {
+    /// Messages for each rank that it has not taken yet.
+    mail: Vec<Vec<Letter>>,
+    /// Messages of each rank that have been taken.
+    taken: Vec<Vec<(Header, Message)>>,
+    /// The latest operations of each rank.
+    announced: Vec<VecDeque<Header>>,
+    /// Ranks that will never call again, and why.
+    lost: Vec<Option<String>>,
+    woken: Vec<bool>,
+    failure: Option<Failure>,
+    /// Groups split off this one, by the split's sequence number and their color.
+    children: HashMap<(u64, usize), Arc<Board>>,
+}
+
+#[derive(Debug)]
+struct Letter {
+    from: usize,
+    header: Header,
+    part: usize,
+    data: Buffer,
+}
+
+/// Why the group ended.
+#[derive(Debug, Clone)]
+enum Failure {
+    Mismatch((usize, Header), (usize, Header)),
+    Other(Error),
+}
+
+impl Failure {
+    /// The failure as `rank` sees it.
+    fn seen_by(&self, rank: usize) -> Error {
+        let differ = |ours: &Header, (peer, theirs): &(usize, Header)| Error::Mismatch {
+            rank,
+            peer: *peer,
+            sequence: ours.sequence,
+            ours: ours.to_string(),
+            theirs: theirs.to_string(),
+        };
+        match self {
+            Failure::Mismatch(a, b) if a.0 == rank => differ(&a.1, b),
+            Failure::Mismatch(a, b) if b.0 == rank => differ(&b.1, a),
+            Failure::Mismatch(a, b) => Error::Closed { rank, cause: differ(&a.1, b).to_string() },
+            Failure::Other(Error::PeerLost { rank: lost, operation, sequence, reason, .. }) => Error::PeerLost {
+                rank: *lost,
+                seen_by: rank,
+                operation: operation.clone(),
+                sequence: *sequence,
+                reason: reason.clone(),
+            },
+            Failure::Other(Error::Timeout { operation, sequence, seconds, missing, .. }) => Error::Timeout {
+                rank,
+                operation: operation.clone(),
+                sequence: *sequence,
+                seconds: *seconds,
+                missing: missing.clone(),
+            },
+            Failure::Other(error) => Error::Closed { rank, cause: error.to_string() },
+        }
+    }
+}
+
+impl Board {
+    /// Operations of each rank that are remembered for comparison.
+    const REMEMBERED: usize = 64;
+
+    fn new(members: Vec<usize>, ports: Option<Arc<Ports>>) -> Arc<Self> {
+        let count = members.len();
+        Arc::new(Self {
+            members,
+            changed: (0..count).map(|_| Condvar::new()).collect(),
+            ports,
+            state: Mutex::new(Posted {
+                mail: (0..count).map(|_| Vec::new()).collect(),
+                taken: (0..count).map(|_| Vec::new()).collect(),
+                announced: (0..count).map(|_| VecDeque::with_capacity(Self::REMEMBERED + 1)).collect(),
+                lost: vec![None; count],
+                woken: vec![false; count],
+                failure: None,
+                children: HashMap::new(),
+            }),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Posted> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// This rank's communicator.
+    fn join(
+        self: &Arc<Self>,
+        rank: usize,
+        device: Arc<dyn Device>,
+        recorder: Recorder,
+        deadline: Duration,
+    ) -> Result<Arc<dyn Communicator>> {
+        let transport = LocalTransport {
+            board: Arc::clone(self),
+            rank,
+            wanted: Vec::new(),
+            transit: Vec::new(),
+            recorder: recorder.clone(),
+        };
+        let control = LocalControl {
+            board: Arc::clone(self),
+            rank,
+            device: Arc::clone(&device),
+            recorder: recorder.clone(),
+            deadline,
+        };
+        let communicator =
+            HostCommunicator::new(rank, self.members.len(), device, transport, Arc::new(control), recorder)?;
+        communicator.set_deadline(deadline);
+        Ok(Arc::new(communicator))
+    }
+
+    fn wake(&self, state: &mut Posted, rank: usize) {
+        state.woken[rank] = true;
+        self.changed[rank].notify_one();
+    }
+
+    /// Ends the group, and those split off it, for everybody. The first failure stays.
+    fn fail(&self, failure: Failure) {
+        let mut state = self.lock();
+        let failure = state.failure.get_or_insert(failure).clone();
+        (0..self.members.len()).for_each(|rank| self.wake(&mut state, rank));
+        let children: Vec<_> = state.children.values().cloned().collect();
+        drop(state);
+        children.iter().for_each(|child| child.fail(failure.clone()));
+    }
+
+    /// `rank` will not call again.
+    fn lose(&self, rank: usize, reason: &str) {
+        let mut state = self.lock();
+        state.lost[rank].get_or_insert_with(|| reason.to_string());
+        (0..self.members.len()).for_each(|rank| self.wake(&mut state, rank));
+        let children: Vec<_> = state.children.values().cloned().collect();
+        drop(state);
+        let world_rank = self.members[rank];
+        for child in children {
+            if let Some(rank) = child.members.iter().position(|member| *member == world_rank) {
+                child.lose(rank, reason);
+            }
+        }
+    }
+}
+
+/// When each rank's port is busy.
+#[derive(Debug)]
+struct Ports {
+    link: Link,
+    busy: Mutex<Vec<Port>>,
+}
+
+#[derive(Debug, Default, Clone)]
+struct Port {
+    sending: Vec<(Instant, Instant)>,
+    receiving: Vec<(Instant, Instant)>,
+}
+
+impl Ports {
+    fn new(link: Link, count: usize) -> Self {
+        Self { link, busy: Mutex::new(vec![Port::default(); count]) }
+    }
+
+    /// Books the first time from `now` on at which both ports are free for the whole message; returns when it departs
+    /// and when it has arrived. Gaps are filled, so that the order of booking does not matter much.
+    fn book(&self, from: usize, to: usize, bytes: usize, now: Instant) -> (Instant, Instant) {
+        let duration = self.link.transfer(bytes);
+        let mut busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
+        for port in busy.iter_mut() {
+            port.sending.retain(|(_, end)| *end > now);
+            port.receiving.retain(|(_, end)| *end > now);
+        }
+        let mut start = now;
+        loop {
+            let taken = busy[from].sending.iter().chain(&busy[to].receiving);
+            let clash =
+                taken.filter(|(begin, end)| *begin < start + duration && start < *end).map(|(_, end)| *end).max();
+            match clash {
+                Some(end) => start = end,
+                None => break,
+            }
+        }
+        let end = start + duration;
+        busy[from].sending.push((start, end));
+        busy[to].receiving.push((start, end));
+        (start, end + self.link.latency)
+    }
+}
+
+/// Moves messages by copying them out of the sender's buffer into the receiver's.
+struct LocalTransport {
+    board: Arc<Board>,
+    rank: usize,
+    wanted: Vec<Wanted>,
+    transit: Vec<Transit>,
+    recorder: Recorder,
+}
+
+/// A message that has not been posted yet.
+struct Wanted {
+    header: Header,
+    message: Message,
+    into: BufferMut,
+}
+
+/// A message under way to this rank.
+struct Transit {
+    header: Header,
+    message: Message,
+    /// The sender's own header and message, to tell it by.
+    letter: Letter,
+    into: BufferMut,
+    departure: Instant,
+    arrival: Instant,
+    copied: bool,
+}
+
+impl LocalTransport {
+    /// Takes the letters that are wanted out of this rank's mail.
+    fn match_mail(&mut self, state: &mut Posted) -> Result<()> {
+        let mut index = 0;
+        while index < self.wanted.len() {
+            let Wanted { header, message, .. } = &self.wanted[index];
+            let found = state.mail[self.rank].iter().position(|letter| {
+                letter.from == message.peer
+                    && letter.part == message.part
+                    && letter.header.sequence == header.sequence
+                    && letter.header.is_pairwise() == header.is_pairwise()
+            });
+            let Some(found) = found else {
+                index += 1;
+                continue;
+            };
+            let letter = state.mail[self.rank].remove(found);
+            let Wanted { header, message, into } = self.wanted.remove(index);
+            if letter.data.len() != into.len() || letter.header.dtype != header.dtype {
+                let failure = Failure::Mismatch((self.rank, header), (letter.from, letter.header));
+                state.failure.get_or_insert(failure);
+                return Ok(());
+            }
+            let now = Instant::now();
+            let (departure, arrival) = match &self.board.ports {
+                Some(ports) => {
+                    let world_rank = |rank: usize| self.board.members[rank];
+                    ports.book(world_rank(letter.from), world_rank(self.rank), into.len(), now)
+                }
+                None => (now, now),
+            };
+            self.transit.push(Transit { header, message, letter, into, departure, arrival, copied: false });
+        }
+        Ok(())
+    }
+
+    /// Whether somebody that is needed is gone.
+    fn check_lost(&self, state: &Posted) -> Result<()> {
+        let lost = |peer: usize, header: &Header| {
+            state.lost[peer].as_ref().map(|reason| Error::PeerLost {
+                rank: peer,
+                seen_by: self.rank,
+                operation: header.to_string(),
+                sequence: header.sequence,
+                reason: reason.clone(),
+            })
+        };
+        let waiting = self.wanted.iter().find_map(|wanted| lost(wanted.message.peer, &wanted.header));
+        let unread = || {
+            let letters =
+                state.mail.iter().enumerate().flat_map(|(to, mail)| mail.iter().map(move |letter| (to, letter)));
+            letters.filter(|(_, letter)| letter.from == self.rank).find_map(|(to, letter)| lost(to, &letter.header))
+        };
+        waiting.or_else(unread).map_or(Ok(()), Err)
+    }
+
+    /// Copies what has departed, and hands over what has arrived.
+    fn deliver(&mut self, done: &mut Vec<Completion>) -> Result<()> {
+        for transit in self.transit.iter_mut().filter(|transit| !transit.copied) {
+            bytes_mut(&mut transit.into)?.copy_from_slice(bytes(&transit.letter.data)?);
+            transit.copied = true;
+            if self.board.ports.is_none() {
+                transit.arrival = Instant::now();
+            }
+        }
+        let now = Instant::now();
+        let mut index = 0;
+        while index < self.transit.len() {
+            if self.transit[index].arrival > now {
+                index += 1;
+                continue;
+            }
+            let Transit { header, message, letter, into, departure, arrival, .. } = self.transit.remove(index);
+            self.recorder.note(Lane::Communication, header.kind.name(), departure, arrival, into.len() as u64);
+            let receipt = (letter.header, Message { peer: self.rank, part: letter.part });
+            let from = letter.from;
+            // The sender's buffer must be let go before it is told.
+            drop(letter);
+            let mut state = self.board.lock();
+            state.taken[from].push(receipt);
+            self.board.wake(&mut state, from);
+            drop(state);
+            done.push(Completion::Received(header, message, into));
+        }
+        Ok(())
+    }
+}
+
+impl Transport for LocalTransport {
+    fn announce(&mut self, header: &Header) -> Result<()> {
+        let mut state = self.board.lock();
+        if let Some(failure) = &state.failure {
+            return Err(failure.seen_by(self.rank));
+        }
+        let ring = &mut state.announced[self.rank];
+        if ring.len() == Board::REMEMBERED {
+            ring.pop_front();
+        }
+        ring.push_back(*header);
+        if header.is_pairwise() {
+            return Ok(());
+        }
+        let differs =
+            |theirs: &&Header| !theirs.is_pairwise() && theirs.sequence == header.sequence && *theirs != header;
+        let other = state
+            .announced
+            .iter()
+            .enumerate()
+            .find_map(|(peer, ring)| ring.iter().find(differs).map(|theirs| (peer, *theirs)));
+        drop(state);
+        if let Some(other) = other {
+            let failure = Failure::Mismatch((self.rank, *header), other);
+            let error = failure.seen_by(self.rank);
+            self.board.fail(failure);
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, header: &Header, message: Message, data: Buffer) -> Result<()> {
+        let mut state = self.board.lock();
+        let letter = Letter { from: self.rank, header: *header, part: message.part, data };
+        state.mail[message.peer].push(letter);
+        self.board.wake(&mut state, message.peer);
+        Ok(())
+    }
+
+    fn receive(&mut self, header: &Header, message: Message, into: BufferMut) -> Result<()> {
+        self.wanted.push(Wanted { header: *header, message, into });
+        Ok(())
+    }
+
+    fn progress(&mut self, done: &mut Vec<Completion>, patience: Duration) -> Result<()> {
+        let board = Arc::clone(&self.board);
+        let mut state = board.lock();
+        loop {
+            self.match_mail(&mut state)?;
+            if let Some(failure) = &state.failure {
+                return Err(failure.seen_by(self.rank));
+            }
+            done.extend(state.taken[self.rank].drain(..).map(|(header, message)| Completion::Sent(header, message)));
+            let woken = std::mem::take(&mut state.woken[self.rank]);
+            let now = Instant::now();
+            if self.transit.iter().any(|transit| !transit.copied || transit.arrival <= now) {
+                drop(state);
+                self.deliver(done)?;
+                state = board.lock();
+            }
+            if !done.is_empty() {
+                return Ok(());
+            }
+            self.check_lost(&state)?;
+            if woken {
+                return Ok(());
+            }
+            if state.woken[self.rank] {
+                continue;
+            }
+            let next = self.transit.iter().map(|transit| transit.arrival).min();
+            let sleep = next.map_or(patience, |at| at.saturating_duration_since(Instant::now()).min(patience));
+            if sleep.is_zero() {
+                continue;
+            }
+            let waited = board.changed[self.rank].wait_timeout(state, sleep);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+/// What the computing threads see of a [`LocalTransport`].
+#[derive(Debug)]
+struct LocalControl {
+    board: Arc<Board>,
+    rank: usize,
+    device: Arc<dyn Device>,
+    recorder: Recorder,
+    deadline: Duration,
+}
+
+impl Control for LocalControl {
+    fn wake(&self) {
+        self.board.wake(&mut self.board.lock(), self.rank);
+    }
+
+    fn missing(&self, header: &Header) -> String {
+        let state = self.board.lock();
+        let describe = |rank: usize| {
+            let collective = |seen: &&Header| seen.is_pairwise() == header.is_pairwise();
+            match state.announced[rank].iter().rev().find(collective) {
+                _ if state.lost[rank].is_some() => {
+                    Some(format!("rank {rank} (lost: {})", state.lost[rank].as_deref().unwrap_or_default()))
+                }
+                None => Some(format!("rank {rank} (has called nothing yet)")),
+                Some(seen) if seen.sequence < header.sequence => {
+                    Some(format!("rank {rank} (last called {seen} #{})", seen.sequence))
+                }
+                Some(_) => None,
+            }
+        };
+        let concerned = |rank: &usize| match header.kind {
+            Kind::Send { to: peer } | Kind::Receive { from: peer } => *rank == peer,
+            _ => *rank != self.rank,
+        };
+        let missing: Vec<_> = (0..self.board.members.len()).filter(concerned).filter_map(describe).collect();
+        if missing.is_empty() { "data under way, all ranks have called it".into() } else { missing.join(", ") }
+    }
+
+    fn close(&self, error: &Error) {
+        self.board.fail(Failure::Other(error.clone()));
+    }
+
+    fn describe(&self) -> String {
+        match &self.board.ports {
+            Some(ports) => format!("{} threads over a modelled link {:?}", self.board.members.len(), ports.link),
+            None => format!("{} threads", self.board.members.len()),
+        }
+    }
+
+    fn split(&self, sequence: u64, choices: &[(Option<usize>, usize)]) -> Result<Option<Arc<dyn Communicator>>> {
+        let Some(color) = choices[self.rank].0 else { return Ok(None) };
+        let mut members: Vec<usize> = (0..choices.len()).filter(|rank| choices[*rank].0 == Some(color)).collect();
+        members.sort_by_key(|rank| (choices[*rank].1, *rank));
+        let rank = members.iter().position(|member| *member == self.rank).unwrap_or_default();
+        let world_ranks = || members.iter().map(|member| self.board.members[*member]).collect();
+        let mut state = self.board.lock();
+        let child = state
+            .children
+            .entry((sequence, color))
+            .or_insert_with(|| Board::new(world_ranks(), self.board.ports.clone()));
+        let child = Arc::clone(child);
+        drop(state);
+        child.join(rank, Arc::clone(&self.device), self.recorder.clone(), self.deadline).map(Some)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_carries_one_message_each_way_and_gaps_are_filled() {
+        let ports = Ports::new(Link { bandwidth: 1000.0, latency: Duration::from_millis(5) }, 3);
+        let now = Instant::now();
+        let second = Duration::from_secs(1);
+        let arrival = |seconds: u32| now + second * seconds + Duration::from_millis(5);
+        assert_eq!(ports.book(0, 1, 1000, now), (now, arrival(1)));
+        // The other direction is free, the same one is not.
+        assert_eq!(ports.book(1, 0, 1000, now), (now, arrival(1)));
+        assert_eq!(ports.book(0, 2, 1000, now), (now + second, arrival(2)));
+        // 2 -> 1 must wait for 0 -> 1; 1 -> 2 fits before 0 -> 2, had 1 not been sending.
+        assert_eq!(ports.book(2, 1, 1000, now), (now + second, arrival(2)));
+        assert_eq!(ports.book(2, 0, 500, now + second * 3).0, now + second * 3);
+    }
+}

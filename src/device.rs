@@ -1,0 +1,180 @@
+//! The first seam: where memory lives and matmuls run.
+
+pub(crate) mod cpu;
+
+use std::fmt;
+
+use crate::dtype::DType;
+use crate::memory::{Buffer, BufferMut};
+use crate::{Error, Result};
+
+pub use cpu::Cpu;
+
+/// A row-major matrix in a buffer, used as it stands or as its transpose.
+#[derive(Debug, Clone, Copy)]
+pub struct Matrix<'a> {
+    /// The elements, `rows × columns` of them.
+    pub buffer: &'a Buffer,
+    /// Rows as stored.
+    pub rows: usize,
+    /// Columns as stored.
+    pub columns: usize,
+    /// Whether the product takes the transpose.
+    pub transposed: bool,
+}
+
+impl<'a> Matrix<'a> {
+    /// The matrix as it is stored.
+    pub fn new(buffer: &'a Buffer, rows: usize, columns: usize) -> Self {
+        Self { buffer, rows, columns, transposed: false }
+    }
+
+    /// Its transpose, without moving anything.
+    pub fn t(mut self) -> Self {
+        self.transposed = !self.transposed;
+        self
+    }
+
+    /// Rows and columns as the product sees them.
+    pub fn size(&self) -> (usize, usize) {
+        if self.transposed { (self.columns, self.rows) } else { (self.rows, self.columns) }
+    }
+}
+
+/// One matrix product: `out = a · b (+ bias on every row)`, or `out += a · b`.
+///
+/// Products of 16-bit elements accumulate in f32 and are rounded once.
+#[derive(Debug)]
+pub struct Matmul<'a> {
+    /// What it is for, as the timeline shows it.
+    pub name: &'static str,
+    /// The dtype of `a`, `b` and `bias`.
+    pub dtype: DType,
+    /// The left operand.
+    pub a: Matrix<'a>,
+    /// The right operand.
+    pub b: Matrix<'a>,
+    /// The row-major result.
+    pub out: &'a mut BufferMut,
+    /// The dtype of `out`: `dtype` or its accumulator.
+    pub out_dtype: DType,
+    /// Whether to add to `out` instead of overwriting it.
+    pub accumulate: bool,
+    /// A row to add to every row of the result (not together with `accumulate`).
+    pub bias: Option<&'a Buffer>,
+}
+
+impl Matmul<'_> {
+    /// The sizes `(m, k, n)` of the product.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where operands, result, bias and dtypes do not fit together.
+    pub fn check(&self) -> Result<(usize, usize, usize)> {
+        let ((m, k), (k_b, n)) = (self.a.size(), self.b.size());
+        let size = self.dtype.size();
+        let fits = k == k_b
+            && self.a.buffer.len() == m * k * size
+            && self.b.buffer.len() == k * n * size
+            && self.out.len() == m * n * self.out_dtype.size()
+            && self.bias.is_none_or(|bias| bias.len() == n * size && !self.accumulate)
+            && (self.out_dtype == self.dtype || self.out_dtype == self.dtype.accumulator());
+        if fits {
+            return Ok((m, k, n));
+        }
+        Err(Error::Argument {
+            what: "matmul",
+            got: format!("{self:?}"),
+            wanted: "operands, result and bias whose sizes fit".into(),
+        })
+    }
+}
+
+/// Where memory lives and matmuls run. Implemented by the engines of this crate.
+///
+/// Every operation is *ordered on the device's compute queue*: on the CPU it has happened when the call returns, on
+/// CUDA it is queued on the compute stream. All buffers of one call must be the device's own.
+pub trait Device: Send + Sync + fmt::Debug {
+    /// A short name, for error messages.
+    fn describe(&self) -> String;
+
+    /// A buffer of `bytes` bytes with undefined contents, reused from an earlier one if possible.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    fn allocate(&self, bytes: usize) -> Result<BufferMut>;
+
+    /// Frees the memory that is kept for reuse; returns how many bytes.
+    fn trim(&self) -> usize;
+
+    /// Bytes of device memory held, in use or kept for reuse.
+    fn memory_bytes(&self) -> usize;
+
+    /// Copies host bytes to the device. `source` may be changed as soon as the call returns.
+    ///
+    /// # Errors
+    /// Where the lengths differ, or the device fails.
+    fn upload(&self, source: &[u8], target: &mut BufferMut) -> Result<()>;
+
+    /// Copies device bytes to the host, and waits until they are there.
+    ///
+    /// # Errors
+    /// Where the lengths differ, or the device fails.
+    fn download(&self, source: &Buffer, target: &mut [u8]) -> Result<()>;
+
+    /// Copies within the device.
+    ///
+    /// # Errors
+    /// Where the lengths differ, or the device fails.
+    fn copy(&self, source: &Buffer, target: &mut BufferMut) -> Result<()>;
+
+    /// Fills a buffer with zero bytes.
+    ///
+    /// # Errors
+    /// Where the device fails.
+    fn zero(&self, target: &mut BufferMut) -> Result<()>;
+
+    /// A matrix product.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where sizes do not fit; where the device fails.
+    fn matmul(&self, matmul: Matmul<'_>) -> Result<()>;
+
+    /// Adds `bias` (one row of `dtype`) to every row of `rows`.
+    ///
+    /// # Errors
+    /// Where sizes do not fit, or the device fails.
+    fn add_bias(&self, dtype: DType, bias: &Buffer, rows: &mut BufferMut) -> Result<()>;
+
+    /// Adds the sum of all rows of `rows` (each as wide as `out`) to `out`, which has the accumulator's dtype: the
+    /// gradient of a bias.
+    ///
+    /// # Errors
+    /// Where sizes do not fit, or the device fails.
+    fn add_column_sums(&self, dtype: DType, rows: &Buffer, out: &mut BufferMut) -> Result<()>;
+
+    /// `target += factor · source`, computed in the wider of the two dtypes' accumulators.
+    ///
+    /// # Errors
+    /// Where sizes do not fit, or the device fails.
+    fn scaled_add(&self, factor: f64, source: (&Buffer, DType), target: (&mut BufferMut, DType)) -> Result<()>;
+
+    /// Converts `source` to `target`'s dtype, rounding to nearest even.
+    ///
+    /// # Errors
+    /// Where sizes do not fit, or the device fails.
+    fn cast(&self, source: (&Buffer, DType), target: (&mut BufferMut, DType)) -> Result<()>;
+
+    /// Waits until everything queued on compute is done.
+    ///
+    /// # Errors
+    /// What the device's queue reports.
+    fn synchronize(&self) -> Result<()>;
+}
+
+/// Checks that two lengths in bytes agree.
+pub(crate) fn same_length(what: &'static str, got: usize, wanted: usize) -> Result<()> {
+    if got == wanted {
+        return Ok(());
+    }
+    Err(Error::Argument { what, got: format!("{got} bytes"), wanted: format!("{wanted} bytes") })
+}

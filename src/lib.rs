@@ -9,6 +9,7 @@ mod group;
 mod layout;
 mod linear;
 mod memory;
+mod parameter;
 mod tensor;
 pub mod timeline;
 
@@ -19,5 +20,9 @@ pub use dtype::{DType, Element, Float};
 pub use error::{Error, Result};
 pub use group::{Group, Pending};
 pub use layout::{ContiguousChunks, ShardLayout};
+pub use linear::column::TensorParallelColumnLinear;
+pub use linear::row::TensorParallelRowLinear;
+pub use linear::{LinearBuilder, LinearConfig, LinearLayer, LinearMode, Overlap, Saved};
 pub use memory::{Buffer, BufferMut, Memory};
+pub use parameter::Parameter;
 pub use tensor::{Placement, Shape, Tensor};

@@ -2,9 +2,17 @@
 //!
 //! A [`Recorder`] is shared by all ranks of a world. While it is off, noting a span costs one relaxed load.
 
+mod chrome;
+mod metrics;
+mod svg;
+
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+pub use chrome::chrome_json;
+pub use metrics::{Totals, hidden_fraction};
+pub use svg::{stacked, svg};
 
 /// What kind of activity a span is: the timeline draws one lane for each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

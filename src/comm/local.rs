@@ -107,6 +107,11 @@ impl LocalWorld {
         self
     }
 
+    /// The modelled link, if there is one.
+    pub fn link(&self) -> Option<Link> {
+        self.link
+    }
+
     /// The number of ranks.
     pub fn world_size(&self) -> usize {
         self.world_size
@@ -353,47 +358,36 @@ impl Board {
     }
 }
 
-/// When each rank's port is busy.
+/// Until when each rank's port is busy.
 #[derive(Debug)]
 struct Ports {
     link: Link,
     busy: Mutex<Vec<Port>>,
 }
 
-#[derive(Debug, Default, Clone)]
+/// The ends of what a port has still to send and to receive.
+#[derive(Debug, Clone, Copy)]
 struct Port {
-    sending: Vec<(Instant, Instant)>,
-    receiving: Vec<(Instant, Instant)>,
+    sending: Instant,
+    receiving: Instant,
 }
 
 impl Ports {
     fn new(link: Link, count: usize) -> Self {
-        Self { link, busy: Mutex::new(vec![Port::default(); count]) }
+        let now = Instant::now();
+        Self { link, busy: Mutex::new(vec![Port { sending: now, receiving: now }; count]) }
     }
 
-    /// Books the first time from `now` on at which both ports are free for the whole message; returns when it departs
-    /// and when it has arrived. Gaps are filled, so that the order of booking does not matter much.
+    /// When a message departs and when it has arrived. Each port serves its messages in turn, and a message has arrived
+    /// when both ports have had the time for it: the switch between them holds what one of them is not ready for, so that
+    /// an exchange among all ranks takes as long as its busiest port, in whatever order the messages were posted.
     fn book(&self, from: usize, to: usize, bytes: usize, now: Instant) -> (Instant, Instant) {
         let duration = self.link.transfer(bytes);
         let mut busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
-        for port in busy.iter_mut() {
-            port.sending.retain(|(_, end)| *end > now);
-            port.receiving.retain(|(_, end)| *end > now);
-        }
-        let mut start = now;
-        loop {
-            let taken = busy[from].sending.iter().chain(&busy[to].receiving);
-            let clash =
-                taken.filter(|(begin, end)| *begin < start + duration && start < *end).map(|(_, end)| *end).max();
-            match clash {
-                Some(end) => start = end,
-                None => break,
-            }
-        }
-        let end = start + duration;
-        busy[from].sending.push((start, end));
-        busy[to].receiving.push((start, end));
-        (start, end + self.link.latency)
+        let departure = busy[from].sending.max(now);
+        busy[from].sending = departure + duration;
+        busy[to].receiving = busy[to].receiving.max(now) + duration;
+        (departure, busy[from].sending.max(busy[to].receiving) + self.link.latency)
     }
 }
 
@@ -665,17 +659,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_port_carries_one_message_each_way_and_gaps_are_filled() {
-        let ports = Ports::new(Link { bandwidth: 1000.0, latency: Duration::from_millis(5) }, 3);
-        let now = Instant::now();
+    fn an_exchange_takes_as_long_as_its_busiest_port_in_any_order() {
+        let link = Link { bandwidth: 1000.0, latency: Duration::from_millis(5) };
+        let now = Instant::now() + Duration::from_secs(1);
         let second = Duration::from_secs(1);
-        let arrival = |seconds: u32| now + second * seconds + Duration::from_millis(5);
-        assert_eq!(ports.book(0, 1, 1000, now), (now, arrival(1)));
-        // The other direction is free, the same one is not.
-        assert_eq!(ports.book(1, 0, 1000, now), (now, arrival(1)));
-        assert_eq!(ports.book(0, 2, 1000, now), (now + second, arrival(2)));
-        // 2 -> 1 must wait for 0 -> 1; 1 -> 2 fits before 0 -> 2, had 1 not been sending.
-        assert_eq!(ports.book(2, 1, 1000, now), (now + second, arrival(2)));
-        assert_eq!(ports.book(2, 0, 500, now + second * 3).0, now + second * 3);
+        for order in [[0, 1, 2], [2, 1, 0], [1, 2, 0]] {
+            let ports = Ports::new(link, 4);
+            let mut last = now;
+            for to in 0..4 {
+                for step in order {
+                    let (departure, arrival) = ports.book((to + 3 - step) % 4, to, 1000, now);
+                    assert!(departure >= now && arrival >= departure + second + link.latency);
+                    last = last.max(arrival);
+                }
+            }
+            assert_eq!(last, now + second * 3 + link.latency);
+        }
+        // Both directions at once, and idle time is not saved up.
+        let ports = Ports::new(link, 2);
+        assert_eq!(ports.book(0, 1, 1000, now), (now, now + second + link.latency));
+        assert_eq!(ports.book(1, 0, 1000, now), (now, now + second + link.latency));
+        assert_eq!(ports.book(0, 1, 500, now + second * 9), (now + second * 9, now + second * 19 / 2 + link.latency));
     }
 }

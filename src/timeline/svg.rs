@@ -68,6 +68,12 @@ fn end(spans: &[Span]) -> Duration {
     spans.iter().map(|span| span.end).max().unwrap_or_default()
 }
 
+/// Whether two spans overlap, or all but touch.
+fn touches(a: &Span, b: &Span) -> bool {
+    let slack = Duration::from_micros(200);
+    b.start <= a.end + slack && a.start <= b.end + slack
+}
+
 fn ms(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
@@ -143,7 +149,19 @@ impl Picture<'_> {
             let index = self.names.iter().position(|name| *name == span.name).unwrap_or(0);
             self.block(span, origin, top, COMPUTE[index % COMPUTE.len()], Some("#ffffff"));
         }
+        // The messages of one collective overlap and touch each other: drawn as one.
+        let mut collectives: Vec<Span> = Vec::new();
         for span in own().filter(|span| span.lane == Lane::Communication) {
+            match collectives.iter_mut().find(|known| known.name == span.name && touches(known, span)) {
+                Some(known) => {
+                    known.start = known.start.min(span.start);
+                    known.end = known.end.max(span.end);
+                    known.bytes += span.bytes;
+                }
+                None => collectives.push(*span),
+            }
+        }
+        for span in &collectives {
             self.block(span, origin, top + LANE + 2.0, HIDDEN, Some(INK));
         }
         let union = |lane| Union::new(own().filter(move |span| span.lane == lane).map(|span| (span.start, span.end)));

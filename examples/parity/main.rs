@@ -1,0 +1,102 @@
+//! Runs parity cases: `parity FILE_OR_DIR… [--overlap NAME]…`.
+//!
+//! Each case holds what every rank of one layer saw and returned in another implementation (the format is described in
+//! `case.rs`). It is run here with one thread a rank, under every overlap, and all outputs and gradients are compared. A
+//! line a case; the last line is `N passed, N failed`; the exit status is 1 where any failed. Users check their own dumps
+//! with it.
+
+#![allow(unreachable_pub)]
+
+mod case;
+mod run;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use async_tensor_parallel::Overlap;
+use case::Case;
+
+fn main() -> ExitCode {
+    let (paths, overlaps) = match arguments() {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            eprintln!("{error}\nusage: parity FILE_OR_DIR... [--overlap blocking|async]...");
+            return ExitCode::from(2);
+        }
+    };
+    let files = match paths.iter().map(|path| files(path)).collect::<Result<Vec<_>, _>>() {
+        Ok(files) => files.concat(),
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::from(2);
+        }
+    };
+    let (mut passed, mut failed, mut skipped) = (0, 0, Vec::new());
+    for file in &files {
+        let name = file.file_stem().unwrap_or_default().to_string_lossy();
+        let outcome = Case::read(file).map_err(|error| error.to_string()).and_then(|case| run::run(&case, &overlaps));
+        match outcome {
+            Ok(run::Outcome::Compared { worst, passes: true, .. }) => {
+                println!("{name}: ok, largest relative error {worst:.1e}");
+                passed += 1;
+            }
+            Ok(run::Outcome::Compared { worst, which, .. }) => {
+                println!("{name}: FAILED, relative error {worst:.1e} in {which}");
+                failed += 1;
+            }
+            Ok(run::Outcome::Unknown) => {
+                println!("{name}: skipped, its layer is not known here");
+                skipped.push(name.to_string());
+            }
+            Err(error) => {
+                println!("{name}: FAILED, {error}");
+                failed += 1;
+            }
+        }
+    }
+    if !skipped.is_empty() {
+        println!("{} skipped: {}", skipped.len(), skipped.join(", "));
+    }
+    println!("{passed} passed, {failed} failed");
+    if failed > 0 || passed + skipped.len() == 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+}
+
+fn arguments() -> Result<(Vec<PathBuf>, Vec<Overlap>), lexopt::Error> {
+    use lexopt::prelude::*;
+    let (mut paths, mut overlaps) = (Vec::new(), Vec::new());
+    let mut parser = lexopt::Parser::from_env();
+    while let Some(argument) = parser.next()? {
+        match argument {
+            Value(path) => paths.push(path.into()),
+            Long("overlap") => match parser.value()?.to_str() {
+                Some("blocking") => overlaps.push(Overlap::Blocking),
+                Some("async") => overlaps.push(Overlap::Async),
+                other => return Err(format!("--overlap is {other:?}, wanted blocking or async").into()),
+            },
+            _ => return Err(argument.unexpected()),
+        }
+    }
+    if paths.is_empty() {
+        return Err("no file or directory given".into());
+    }
+    if overlaps.is_empty() {
+        overlaps = vec![Overlap::Blocking, Overlap::Async];
+    }
+    Ok((paths, overlaps))
+}
+
+/// The file itself, or all `.safetensors` files of a directory, in order.
+fn files(path: &Path) -> Result<Vec<PathBuf>, String> {
+    let failed = |error: std::io::Error| format!("{}: {error}", path.display());
+    if !std::fs::metadata(path).map_err(failed)?.is_dir() {
+        return Ok(vec![path.to_path_buf()]);
+    }
+    let entries = std::fs::read_dir(path).map_err(failed)?.collect::<Result<Vec<_>, _>>().map_err(failed)?;
+    let mut files: Vec<PathBuf> = entries
+        .into_iter()
+        .map(|entry| entry.path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"))
+        .collect();
+    files.sort();
+    Ok(files)
+}

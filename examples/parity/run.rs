@@ -1,0 +1,116 @@
+//! Runs one case through this crate's layers and compares what comes out.
+
+use async_tensor_parallel::{
+    Float, Group, LinearMode, LocalWorld, Overlap, Placement, Tensor, TensorParallelColumnLinear,
+    TensorParallelRowLinear,
+};
+use half::{bf16, f16};
+
+use crate::case::{Case, Dtype, Layer, Malformed, Values, compare};
+
+/// What became of a case.
+#[derive(Debug)]
+pub enum Outcome {
+    /// It was run under every overlap.
+    Compared { worst: f64, which: String, passes: bool },
+    /// Its layer is not known.
+    Unknown,
+}
+
+/// What a rank computed, by the name that the case gives it.
+type Computed = Vec<(&'static str, Vec<usize>, Vec<f64>)>;
+
+/// Runs `case` under each of `overlaps`.
+pub fn run(case: &Case, overlaps: &[Overlap]) -> Result<Outcome, String> {
+    let mut outcome = Outcome::Compared { worst: 0.0, which: "nothing".into(), passes: true };
+    for overlap in overlaps {
+        let ranks = match case.dtype {
+            Dtype::F32 => run_as::<f32>(case, *overlap)?,
+            Dtype::F16 => run_as::<f16>(case, *overlap)?,
+            Dtype::BF16 => run_as::<bf16>(case, *overlap)?,
+        };
+        let Some(ranks) = ranks else { return Ok(Outcome::Unknown) };
+        for (rank, computed) in ranks.iter().enumerate() {
+            for (name, shape, got) in computed {
+                let want = case.tensor(rank, name).map_err(|error| error.to_string())?;
+                let (error, passes) = compare(got, &want.values, case.dtype);
+                let passes = passes && *shape == want.shape;
+                let Outcome::Compared { worst, which, passes: all } = &mut outcome else { continue };
+                if error > *worst || (!passes && *all) {
+                    *worst = error;
+                    *which = format!("rank{rank}.{name} {shape:?} (wanted {:?}), {overlap:?}", want.shape);
+                }
+                *all &= passes;
+            }
+        }
+    }
+    Ok(outcome)
+}
+
+fn run_as<T: Float>(case: &Case, overlap: Overlap) -> Result<Option<Vec<Computed>>, String> {
+    if !matches!(case.layer, Layer::ColumnLinear | Layer::RowLinear) {
+        return Ok(None);
+    }
+    let world = LocalWorld::new(case.world_size).map_err(|error| error.to_string())?.with_threads(1);
+    let world = world.with_deadline(std::time::Duration::from_secs(60));
+    world.run(|group| linear::<T>(group, case, overlap)).map(Some).map_err(|error| error.to_string())
+}
+
+fn format_error(error: &Malformed) -> async_tensor_parallel::Error {
+    async_tensor_parallel::Error::Format { what: "case".into(), message: error.to_string() }
+}
+
+fn elements<T: Float>(values: &Values) -> Vec<T> {
+    values.values.iter().map(|value| T::from_f64(*value)).collect()
+}
+
+fn seen<T: Float>(
+    name: &'static str,
+    tensor: &Tensor<T>,
+) -> async_tensor_parallel::Result<(&'static str, Vec<usize>, Vec<f64>)> {
+    Ok((name, tensor.shape().to_vec(), tensor.to_vec()?.into_iter().map(T::to_f64).collect()))
+}
+
+fn linear<T: Float>(group: &Group, case: &Case, overlap: Overlap) -> async_tensor_parallel::Result<Computed> {
+    let rank = group.rank();
+    let get = |name: &str| case.tensor(rank, name).map_err(|error| format_error(&error));
+    let (input, weight, grad_output) = (get("input")?, get("weight")?, get("grad_output")?);
+    let [rows, columns] = weight.shape[..] else {
+        return Err(format_error(&Malformed(format!("weight has shape {:?}, wanted two dimensions", weight.shape))));
+    };
+    // Only the first rank's file holds a row layer's bias; here every rank has it, and it counts once.
+    let bias_rank = if case.layer == Layer::RowLinear { 0 } else { rank };
+    let bias = case.get(bias_rank, "bias");
+    let mode = if case.mode == "all_reduce" { LinearMode::AllReduce } else { LinearMode::ReduceScatter };
+    let outer = if mode == LinearMode::AllReduce { Placement::Replicated } else { Placement::Rows };
+    macro_rules! drive {
+        ($layer:ident, $in_features:expr, $out_features:expr, $placement_in:expr, $placement_out:expr) => {{
+            let layer = $layer::<T>::builder($in_features, $out_features)
+                .mode(mode)
+                .overlap(overlap)
+                .recompute_all_gather(case.recompute_all_gather)
+                .bias(bias.is_some())
+                .from_shard(group, &elements::<T>(weight), bias.map(elements::<T>).as_deref())?;
+            let (output, saved) =
+                layer.forward(&group.tensor(&elements::<T>(input), &input.shape, $placement_in)?)?;
+            let dy = group.tensor(&elements::<T>(grad_output), &grad_output.shape, $placement_out)?;
+            let grad_input = layer.backward(saved, &dy)?;
+            let mut computed = vec![
+                seen("output", &output)?,
+                seen("grad_input", &grad_input)?,
+                seen("grad_weight", &layer.weight_grad()?)?,
+            ];
+            if let (Some(grad), Some(_)) = (layer.bias_grad()?, case.get(rank, "grad_bias")) {
+                computed.push(seen("grad_bias", &grad)?);
+            }
+            Ok(computed)
+        }};
+    }
+    let n = group.world_size();
+    match case.layer {
+        Layer::ColumnLinear => {
+            drive!(TensorParallelColumnLinear, columns, rows * n, outer, Placement::Features)
+        }
+        _ => drive!(TensorParallelRowLinear, columns * n, rows, Placement::Features, outer),
+    }
+}

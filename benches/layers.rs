@@ -126,6 +126,7 @@ fn matmul_alone(group: &Group, shape: &Shape, rows: usize) -> Result<Box<dyn FnM
             a: Matrix::new(x.buffer(), rows, inner),
             b: Matrix::new(w.buffer(), out, inner).t(),
             out: &mut y,
+            out_offset: 0,
             out_dtype: async_tensor_parallel::DType::F32,
             accumulate: false,
             bias: None,

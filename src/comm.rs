@@ -40,6 +40,17 @@ impl Blocks {
         Self { layout, unit_bytes, chunks: 1 }
     }
 
+    /// The same, each rank's block in `chunks` pieces.
+    pub fn in_chunks(self, chunks: usize) -> Self {
+        Self { chunks: chunks.max(1), ..self }
+    }
+
+    /// The order in which `rank` hands its blocks to a reduction: for the ranks after it, and its own last.
+    pub fn order(&self, rank: usize) -> impl Iterator<Item = usize> + use<> {
+        let (n, chunks) = (self.layout.world_size(), self.chunks);
+        (1..=n).flat_map(move |step| (0..chunks).map(move |chunk| (rank + step) % n * chunks + chunk))
+    }
+
     /// The number of pieces of all ranks.
     pub fn pieces(&self) -> usize {
         self.layout.world_size() * self.chunks
@@ -84,16 +95,23 @@ pub trait Operation: Send + Sync + fmt::Debug {
     /// Hands a reduction the block for `piece`, computed by everything queued on compute so far. It starts to travel at
     /// once.
     ///
+    /// Rank r hands in its blocks for ranks r+1, r+2, … and its own last (modulo the world size), each chunk by chunk: in
+    /// every step each rank then sends to one other and receives from one other.
+    ///
     /// # Errors
     /// Where the piece does not belong to this operation or has been handed in before; where the group is closed.
     fn contribute(self: Arc<Self>, piece: usize, block: Buffer) -> Result<()>;
 
-    /// The next piece of the result, in order of arrival, with later compute ordered after it; `None` once all have
-    /// been returned. An engine that cannot tell arrivals apart returns all pieces at the end.
+    /// The next run of pieces of a gather that have come from other ranks, in order of arrival, with later compute ordered
+    /// after it: their numbers, and their bytes. Waits while there are none; `None` once all have been returned. This rank's
+    /// own pieces are never returned: the caller has them.
+    ///
+    /// Pieces that follow each other in memory and have all arrived come together. An engine that cannot tell arrivals
+    /// apart returns all pieces at the end.
     ///
     /// # Errors
     /// [`Error::Timeout`], [`Error::PeerLost`], [`Error::Mismatch`], [`Error::Closed`].
-    fn next(&self) -> Result<Option<(usize, Buffer)>>;
+    fn next(&self) -> Result<Option<(Range<usize>, Buffer)>>;
 
     /// The whole result, with later compute ordered after it.
     ///
@@ -115,8 +133,7 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// A short name, for error messages.
     fn describe(&self) -> String;
 
-    /// Gathers every rank's `shard` into `out`, in rank order. Pieces can be taken as they arrive; this rank's own are
-    /// the first.
+    /// Gathers every rank's `shard` into `out`, in rank order. Pieces can be taken as they arrive.
     ///
     /// # Errors
     /// Where sizes do not fit; where the group is closed.
@@ -129,11 +146,13 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// Where sizes do not fit; where the group is closed.
     fn reduce_scatter(&self, dtype: DType, blocks: Blocks, out: BufferMut) -> Result<Arc<dyn Operation>>;
 
-    /// Combines every rank's `input` into `out`, the same on all ranks.
+    /// Starts a reduction in which every rank ends up with the whole of what all ranks' blocks combine to, in `out`. The
+    /// blocks are handed in through [`Operation::contribute`]: each is combined by the rank that owns it, and the result
+    /// goes to all as soon as it is formed.
     ///
     /// # Errors
     /// Where sizes do not fit; where the group is closed.
-    fn all_reduce(&self, dtype: DType, op: ReduceOp, input: Buffer, out: BufferMut) -> Result<Arc<dyn Operation>>;
+    fn all_reduce(&self, dtype: DType, op: ReduceOp, blocks: Blocks, out: BufferMut) -> Result<Arc<dyn Operation>>;
 
     /// Copies `root`'s `input` (`None` elsewhere) to `out` on every rank.
     ///
@@ -182,17 +201,16 @@ pub trait Communicator: Send + Sync + fmt::Debug {
 #[derive(Debug)]
 pub(crate) enum Gather {
     /// One rank: its own shard is the whole.
-    Ready(Option<Buffer>, Buffer),
+    Ready(Buffer),
     /// Under way.
     Running(InFlight),
 }
 
 impl Gather {
     /// See [`Operation::next`].
-    #[allow(dead_code)]
-    pub(crate) fn next(&mut self) -> Result<Option<(usize, Buffer)>> {
+    pub(crate) fn next(&mut self) -> Result<Option<(Range<usize>, Buffer)>> {
         match self {
-            Gather::Ready(piece, _) => Ok(piece.take().map(|buffer| (0, buffer))),
+            Gather::Ready(_) => Ok(None),
             Gather::Running(operation) => operation.next(),
         }
     }
@@ -200,7 +218,7 @@ impl Gather {
     /// See [`Operation::wait`].
     pub(crate) fn wait(self) -> Result<Buffer> {
         match self {
-            Gather::Ready(_, whole) => Ok(whole),
+            Gather::Ready(whole) => Ok(whole),
             Gather::Running(operation) => operation.wait(),
         }
     }
@@ -228,6 +246,15 @@ impl Reduce {
             }
             Reduce::Running(operation) => operation.contribute(piece, block),
         }
+    }
+
+    /// Hands in all of `whole`, which has been computed already.
+    pub(crate) fn contribute_all(&mut self, blocks: Blocks, rank: usize, whole: &Buffer) -> Result<()> {
+        if let Reduce::Ready(sum) = self {
+            *sum = Some(whole.clone());
+            return Ok(());
+        }
+        blocks.order(rank).try_for_each(|piece| self.contribute(piece, whole.slice(blocks.bytes(piece))?))
     }
 
     /// See [`Operation::wait`].
@@ -262,8 +289,7 @@ impl InFlight {
         })
     }
 
-    #[allow(dead_code)]
-    pub(crate) fn next(&self) -> Result<Option<(usize, Buffer)>> {
+    pub(crate) fn next(&self) -> Result<Option<(Range<usize>, Buffer)>> {
         self.operation()?.next()
     }
 

@@ -54,8 +54,10 @@ pub struct Matmul<'a> {
     pub a: Matrix<'a>,
     /// The right operand.
     pub b: Matrix<'a>,
-    /// The row-major result.
+    /// Holds the row-major result.
     pub out: &'a mut BufferMut,
+    /// Where in `out` the result begins, in bytes.
+    pub out_offset: usize,
     /// The dtype of `out`: `dtype` or its accumulator.
     pub out_dtype: DType,
     /// Whether to add to `out` instead of overwriting it.
@@ -75,7 +77,8 @@ impl Matmul<'_> {
         let fits = k == k_b
             && self.a.buffer.len() == m * k * size
             && self.b.buffer.len() == k * n * size
-            && self.out.len() == m * n * self.out_dtype.size()
+            && self.out_offset % self.out_dtype.size() == 0
+            && self.out_offset.checked_add(m * n * self.out_dtype.size()).is_some_and(|end| end <= self.out.len())
             && self.bias.is_none_or(|bias| bias.len() == n * size && !self.accumulate)
             && (self.out_dtype == self.dtype || self.out_dtype == self.dtype.accumulator());
         if fits {
@@ -102,6 +105,12 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::OutOfMemory`].
     fn allocate(&self, bytes: usize) -> Result<BufferMut>;
+
+    /// Rows that a product should have at least, so that its fixed costs (packing the weight, filling the device) stay
+    /// below a tenth of it: what [`Overlap::Pipelined`](crate::Overlap::Pipelined) goes by when it cuts a product up.
+    fn rows_worth_a_product(&self) -> usize {
+        256
+    }
 
     /// Frees the memory that is kept for reuse; returns how many bytes.
     fn trim(&self) -> usize;

@@ -106,9 +106,7 @@ impl Group {
         let unit = tensor.shape().elements() * T::DTYPE.size() / tensor.shape().leading().max(1);
         let blocks = Blocks::new(layout, unit);
         let mut reduce = self.start_reduce_scatter(T::DTYPE, blocks)?;
-        for rank in 0..self.world_size() {
-            reduce.contribute(rank, tensor.buffer().slice(blocks.own_bytes(rank))?)?;
-        }
+        reduce.contribute_all(blocks, self.rank(), tensor.buffer())?;
         let shape = tensor.shape().with_leading(layout.len(self.rank()));
         Ok(self.pending(Source::Reduce(reduce), shape, Placement::Rows))
     }
@@ -139,7 +137,7 @@ impl Group {
     /// [`Error::Argument`] where there is no such root; [`Error::Mismatch`] (from the wait) where the shapes differ.
     pub fn broadcast<T: Element>(&self, root: usize, tensor: &Tensor<T>) -> Result<Pending<T>> {
         let source = if self.world_size() == 1 && root == 0 {
-            Source::Gather(Gather::Ready(None, tensor.buffer().clone()))
+            Source::Gather(Gather::Ready(tensor.buffer().clone()))
         } else {
             let out = self.device.allocate(tensor.buffer().len())?;
             let input = (root == self.rank()).then(|| tensor.buffer().clone());
@@ -180,7 +178,7 @@ impl Group {
     /// Starts to gather `shard`; with one rank it is the whole already.
     pub(crate) fn start_gather(&self, dtype: DType, blocks: Blocks, shard: &Buffer) -> Result<Gather> {
         if self.world_size() == 1 {
-            return Ok(Gather::Ready(Some(shard.clone()), shard.clone()));
+            return Ok(Gather::Ready(shard.clone()));
         }
         let out = self.device.allocate(blocks.total_bytes())?;
         let operation = self.communicator.all_gather(dtype, blocks, shard.clone(), out)?;
@@ -196,13 +194,13 @@ impl Group {
         Ok(Reduce::Running(self.in_flight(self.communicator.reduce_scatter(dtype, blocks, out)?)))
     }
 
-    /// Starts an all-reduce; with one rank its own summand is the sum.
-    pub(crate) fn start_all_reduce(&self, dtype: DType, op: ReduceOp, summand: &Buffer) -> Result<Reduce> {
+    /// Starts an all-reduce whose blocks are still to be handed in; with one rank its own block is the sum.
+    pub(crate) fn start_all_reduce_of(&self, dtype: DType, op: ReduceOp, blocks: Blocks) -> Result<Reduce> {
         if self.world_size() == 1 {
-            return Ok(Reduce::Ready(Some(summand.clone())));
+            return Ok(Reduce::Ready(None));
         }
-        let out = self.device.allocate(summand.len())?;
-        self.start_all_reduce_into(dtype, op, summand, out)
+        let out = self.device.allocate(blocks.total_bytes())?;
+        self.start_all_reduce_into(dtype, op, blocks, out)
     }
 
     /// The same into a given buffer; not for one rank.
@@ -210,10 +208,19 @@ impl Group {
         &self,
         dtype: DType,
         op: ReduceOp,
-        summand: &Buffer,
+        blocks: Blocks,
         out: BufferMut,
     ) -> Result<Reduce> {
-        Ok(Reduce::Running(self.in_flight(self.communicator.all_reduce(dtype, op, summand.clone(), out)?)))
+        Ok(Reduce::Running(self.in_flight(self.communicator.all_reduce(dtype, op, blocks, out)?)))
+    }
+
+    /// Starts an all-reduce of `summand`.
+    pub(crate) fn start_all_reduce(&self, dtype: DType, op: ReduceOp, summand: &Buffer) -> Result<Reduce> {
+        let layout = ShardLayout::uneven(summand.len() / dtype.size(), self.world_size())?;
+        let blocks = Blocks::new(layout, dtype.size());
+        let mut reduce = self.start_all_reduce_of(dtype, op, blocks)?;
+        reduce.contribute_all(blocks, self.rank(), summand)?;
+        Ok(reduce)
     }
 }
 

@@ -21,6 +21,8 @@ use crate::{Error, Result};
 pub struct ShardLayout {
     total: usize,
     world_size: usize,
+    /// Units that are never separated.
+    together: usize,
 }
 
 impl ShardLayout {
@@ -32,7 +34,7 @@ impl ShardLayout {
         if world_size == 0 || total % world_size != 0 {
             return Err(Error::NotDivisible { what, value: total, by: world_size });
         }
-        Ok(Self { total, world_size })
+        Ok(Self { total, world_size, together: 1 })
     }
 
     /// Shards of `ceil(total / world_size)` units, the last ones shorter, possibly empty.
@@ -43,7 +45,12 @@ impl ShardLayout {
         if world_size == 0 {
             return Err(Error::Argument { what: "world_size", got: "0".into(), wanted: "at least 1".into() });
         }
-        Ok(Self { total, world_size })
+        Ok(Self { total, world_size, together: 1 })
+    }
+
+    /// The same shards of something of which every unit holds `each` smaller ones: from sequences to tokens, say.
+    pub fn of_each(self, each: usize) -> Self {
+        Self { total: self.total * each, together: self.together * each, ..self }
     }
 
     /// Units of the whole dimension.
@@ -58,7 +65,10 @@ impl ShardLayout {
 
     /// Units of the largest shard.
     pub fn largest(&self) -> usize {
-        self.total.div_ceil(self.world_size)
+        match self.together {
+            0 => 0,
+            together => (self.total / together).div_ceil(self.world_size) * together,
+        }
     }
 
     /// The units that `rank` owns.
@@ -91,7 +101,7 @@ impl ShardLayout {
     /// units).
     pub fn chunk(&self, rank: usize, chunk: usize, chunks: usize) -> Range<usize> {
         let own = self.own(rank);
-        let inner = ShardLayout { total: own.len(), world_size: chunks.max(1) }.own(chunk);
+        let inner = ShardLayout { total: own.len(), world_size: chunks.max(1), together: 1 }.own(chunk);
         own.start + inner.start..own.start + inner.end
     }
 }
@@ -160,8 +170,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn shards_cover_everything_once(total in 0usize..500, world_size in 1usize..9, chunks in 1usize..9) {
-            let layout = ShardLayout::uneven(total, world_size).unwrap();
+        fn shards_cover_everything_once(
+            total in 0usize..200, each in 0usize..4, world_size in 1usize..9, chunks in 1usize..9,
+        ) {
+            let layout = ShardLayout::uneven(total, world_size).unwrap().of_each(each);
+            let total = total * each;
             let mut next = 0;
             for rank in 0..world_size {
                 prop_assert_eq!(layout.before(rank), 0..next);
@@ -171,6 +184,7 @@ mod tests {
                     next = range.end;
                 }
                 prop_assert_eq!(layout.own(rank).end, next);
+                prop_assert_eq!(layout.len(rank) % each.max(1), 0);
                 prop_assert_eq!(layout.after(rank), next..total);
             }
             prop_assert_eq!(next, total);

@@ -1,15 +1,18 @@
 //! What the two linear layers share: modes, overlaps, configuration, and the products of one shard.
 
 pub(crate) mod column;
+mod gather;
 pub(crate) mod init;
+mod reduce;
 pub(crate) mod row;
 
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::comm::{Blocks, Gather, Reduce};
+use crate::comm::Blocks;
 use crate::device::{Matmul, Matrix};
-use crate::dtype::{Element, Float};
+use crate::dtype::{DType, Element, Float};
 use crate::group::Group;
 use crate::layout::{ContiguousChunks, ShardLayout};
 use crate::memory::{Buffer, BufferMut};
@@ -39,8 +42,16 @@ pub enum LinearMode {
 pub enum Overlap {
     /// Communicate, then compute: the baseline.
     Blocking,
-    /// Start one collective, compute what needs no communication meanwhile, wait, compute the rest.
+    /// Start one collective, compute what needs no communication meanwhile, wait, compute the rest: nanotron's schedule,
+    /// which hides 1/n of a gather's matmul at best.
     Async,
+    /// Take the collective apart: multiply each rank's rows as they arrive, and let each block of a reduction leave as soon
+    /// as it is computed, the own block last. Hides (n−1)/n.
+    Pipelined {
+        /// Pieces that each rank's rows are cut into; 0 lets the layer choose: about eight pieces over all ranks, none of
+        /// them too small to be worth a product of its own.
+        chunks: usize,
+    },
 }
 
 /// The sizes and options of a linear layer.
@@ -307,6 +318,7 @@ pub struct Saved<T: Element> {
     input: Tensor<T>,
     gathered: Option<Buffer>,
     output: Shape,
+    rows: ShardLayout,
 }
 
 /// One shard of a linear layer: what both layers are made of.
@@ -349,8 +361,22 @@ impl<T: Float> Shard<T> {
         self.config.mode == mode
     }
 
-    fn blocking(&self) -> bool {
-        self.config.overlap == Overlap::Blocking
+    /// The overlap that is used: one rank has nothing to wait for.
+    fn overlap(&self) -> Overlap {
+        if self.group.world_size() == 1 { Overlap::Blocking } else { self.config.overlap }
+    }
+
+    /// Cuts each rank's block into the pieces that the overlap asks for.
+    fn cut(&self, blocks: Blocks) -> Blocks {
+        match self.overlap() {
+            Overlap::Pipelined { chunks: 0 } => {
+                let wanted = 8usize.div_ceil(self.group.world_size());
+                let most = blocks.layout.largest() / self.group.device().rows_worth_a_product();
+                blocks.in_chunks(wanted.min(most))
+            }
+            Overlap::Pipelined { chunks } => blocks.in_chunks(chunks),
+            _ => blocks,
+        }
     }
 
     fn zero_grad(&self) {
@@ -380,23 +406,29 @@ impl<T: Float> Shard<T> {
     }
 
     /// Refuses what was saved by another layer, or a gradient that is not as the output was.
-    fn check_saved(&self, saved: &Saved<T>, grad_output: &Tensor<T>, placement: Placement) -> Result<()> {
+    fn check_saved(
+        &self,
+        saved: &Saved<T>,
+        grad_output: &Tensor<T>,
+        placement: Placement,
+        output: Shape,
+    ) -> Result<()> {
         if saved.layer != self.id {
             return Err(Error::Saved {
                 got: format!("layer {}", saved.layer),
                 wanted: format!("layer {} ({})", self.id, self.name),
             });
         }
-        self.check("grad_output", grad_output, placement, saved.output.features())?;
-        if *grad_output.shape() != saved.output {
-            let wanted = format!("{}, as the output had", saved.output);
+        self.check("grad_output", grad_output, placement, output.features())?;
+        if *grad_output.shape() != output {
+            let wanted = format!("{output}, as the output had");
             return Err(Error::Shape { what: "grad_output", got: *grad_output.shape(), wanted });
         }
         Ok(())
     }
 
-    fn save(&self, input: &Tensor<T>, gathered: Option<Buffer>, output: Shape) -> Saved<T> {
-        Saved { layer: self.id, input: input.clone(), gathered, output }
+    fn save(&self, input: &Tensor<T>, gathered: Option<Buffer>, output: Shape, rows: ShardLayout) -> Saved<T> {
+        Saved { layer: self.id, input: input.clone(), gathered, output, rows }
     }
 
     fn tensor(&self, buffer: Buffer, shape: Shape, placement: Placement) -> Tensor<T> {
@@ -413,41 +445,53 @@ impl<T: Float> Shard<T> {
         Blocks::new(rows, features * T::DTYPE.size())
     }
 
-    /// `y = x Wᵀ (+ bias)`, for as many rows as `y` holds.
-    fn multiply(&self, x: &Buffer, y: &mut BufferMut, bias: Option<&Buffer>) -> Result<()> {
-        let rows = y.len() / (self.out_features * T::DTYPE.size());
+    /// `x Wᵀ (+ bias)` for all rows of `x`, into those rows of `y` that begin at `row`.
+    fn multiply(&self, x: &Buffer, y: &mut BufferMut, row: usize, bias: Option<&Buffer>) -> Result<()> {
         let weight = self.weight.value();
         self.group.device().matmul(Matmul {
             name: "x·Wᵀ",
             dtype: T::DTYPE,
-            a: Matrix::new(x, rows, self.in_features),
+            a: Matrix::new(x, self.rows_of(x, self.in_features), self.in_features),
             b: Matrix::new(weight.buffer(), self.out_features, self.in_features).t(),
             out: y,
+            out_offset: row * self.out_features * T::DTYPE.size(),
             out_dtype: T::DTYPE,
             accumulate: false,
             bias,
         })
     }
 
-    /// `dx = dy W`, for as many rows as `dx` holds.
-    fn multiply_back(&self, dy: &Buffer, dx: &mut BufferMut) -> Result<()> {
-        let rows = dx.len() / (self.in_features * T::DTYPE.size());
+    /// `dy W` for all rows of `dy`, into (or, to `accumulate`, added to) those rows of `dx` that begin at `row`; `dx` has
+    /// `dtype`.
+    fn multiply_back(&self, dy: &Buffer, dx: &mut BufferMut, row: usize, dtype: DType, accumulate: bool) -> Result<()> {
         let weight = self.weight.value();
         self.group.device().matmul(Matmul {
             name: "dy·W",
             dtype: T::DTYPE,
-            a: Matrix::new(dy, rows, self.out_features),
+            a: Matrix::new(dy, self.rows_of(dy, self.out_features), self.out_features),
             b: Matrix::new(weight.buffer(), self.out_features, self.in_features),
             out: dx,
-            out_dtype: T::DTYPE,
-            accumulate: false,
+            out_offset: row * self.in_features * dtype.size(),
+            out_dtype: dtype,
+            accumulate,
             bias: None,
         })
     }
 
+    /// How many rows of `features` elements a buffer holds.
+    fn rows_of(&self, buffer: &Buffer, features: usize) -> usize {
+        buffer.len() / (features * T::DTYPE.size())
+    }
+
+    /// The bytes of the given rows of `features` elements.
+    fn slice(&self, whole: &Buffer, rows: Range<usize>, features: usize) -> Result<Buffer> {
+        let width = features * T::DTYPE.size();
+        whole.slice(rows.start * width..rows.end * width)
+    }
+
     /// `dW += dyᵀ x`, over all rows of both.
     fn add_weight_grad(&self, dy: &Buffer, x: &Buffer) -> Result<()> {
-        let rows = x.len() / (self.in_features * T::DTYPE.size());
+        let rows = self.rows_of(x, self.in_features);
         if rows == 0 {
             return self
                 .weight
@@ -460,6 +504,7 @@ impl<T: Float> Shard<T> {
                 a: Matrix::new(dy, rows, self.out_features).t(),
                 b: Matrix::new(x, rows, self.in_features),
                 out,
+                out_offset: 0,
                 out_dtype: T::Accumulator::DTYPE,
                 accumulate,
                 bias: None,
@@ -482,42 +527,6 @@ impl<T: Float> Shard<T> {
     fn bias_value(&self) -> Option<Tensor<T>> {
         self.bias.as_ref().map(Parameter::value)
     }
-}
-
-/// A [`Gather`] that `Blocking` has waited for before anything is computed.
-fn settled(gather: Gather, blocking: bool) -> Result<Gather> {
-    Ok(if blocking { Gather::Ready(None, gather.wait()?) } else { gather })
-}
-
-/// A [`Reduce`] that `Blocking` has waited for before anything else is computed.
-fn reduced(reduce: Reduce, blocking: bool) -> Result<Reduce> {
-    Ok(if blocking { Reduce::Ready(Some(reduce.wait()?)) } else { reduce })
-}
-
-/// A result cut into the rows before this rank's, its own, and those after.
-struct Cut {
-    before: BufferMut,
-    own: BufferMut,
-    after: BufferMut,
-}
-
-impl Cut {
-    fn new(mut whole: BufferMut, blocks: Blocks, rank: usize) -> Result<Self> {
-        let own = blocks.own_bytes(rank);
-        let before = whole.split_to(own.start)?;
-        let own = whole.split_to(own.len())?;
-        Ok(Self { before, own, after: whole })
-    }
-
-    fn join(self) -> Result<Buffer> {
-        self.before.freeze().join(&self.own.freeze())?.join(&self.after.freeze())
-    }
-}
-
-/// The parts of `whole` before and after this rank's own block.
-fn around(whole: &Buffer, blocks: Blocks, rank: usize) -> Result<(Buffer, Buffer)> {
-    let own = blocks.own_bytes(rank);
-    Ok((whole.slice(0..own.start)?, whole.slice(own.end..blocks.total_bytes())?))
 }
 
 /// Public methods that both layers have.

@@ -67,8 +67,8 @@ fn all_exact<T: Float>() {
             }
         }
     }
-    // 21 ranks over the six world sizes, 64 specs, 2 steps: a test that silently skipped would show here.
-    assert_eq!(checked, 21 * 64 * 2);
+    // 21 ranks over the six world sizes, 128 specs, 2 steps: a test that silently skipped would show here.
+    assert_eq!(checked, 21 * 128 * 2);
 }
 
 #[test]

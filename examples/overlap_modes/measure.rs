@@ -89,7 +89,17 @@ pub fn parts<T: Float>(group: &Group, bench: &Bench<T>) -> Result<Parts> {
     };
     let (x, dy) = (zeros(rows * inner)?, zeros(rows * out)?);
     let product = |a, b, out: &mut _, out_dtype, accumulate| {
-        device.matmul(Matmul { name: "alone", dtype: T::DTYPE, a, b, out, out_dtype, accumulate, bias: None })
+        device.matmul(Matmul {
+            name: "alone",
+            dtype: T::DTYPE,
+            a,
+            b,
+            out,
+            out_offset: 0,
+            out_dtype,
+            accumulate,
+            bias: None,
+        })
     };
     let (x, dy) = (Matrix::new(&x, rows, inner), Matrix::new(&dy, rows, out));
     let w = Matrix::new(weight.buffer(), out, inner);

@@ -5,6 +5,7 @@
 //! results depend neither on timing nor on who was first. An all-reduce is that, and a gather of the sums.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -137,9 +138,9 @@ struct State {
     pieces: Vec<Piece>,
     /// What the peers' summands of this rank's block are received into, or have been: `peer * chunks + chunk`.
     staging: Vec<Slot>,
-    /// Pieces of the result in order of arrival, those before `taken` already returned.
+    /// Pieces of the result in order of arrival; those before `looked` have been returned.
     arrived: Vec<usize>,
-    taken: usize,
+    looked: usize,
     /// Messages that are still under way, and blocks that are still to be handed in.
     outstanding: usize,
     outcome: Option<Result<()>>,
@@ -151,6 +152,8 @@ struct Piece {
     contribution: Option<Buffer>,
     contributed: bool,
     result: Slot,
+    /// Whether it has been returned by `next`.
+    taken: bool,
 }
 
 #[derive(Debug, Default)]
@@ -300,7 +303,7 @@ impl HostCommunicator {
                         pieces: Vec::new(),
                         staging: Vec::new(),
                         arrived: Vec::new(),
-                        taken: 0,
+                        looked: 0,
                         outstanding: 0,
                         outcome: None,
                     }),
@@ -320,7 +323,7 @@ impl HostCommunicator {
         state.staging.clear();
         state.arrived.clear();
         state.arrived.reserve(blocks.pieces());
-        state.taken = 0;
+        state.looked = 0;
         state.outstanding = 0;
         state.outcome = None;
         drop(state);
@@ -426,17 +429,12 @@ impl Communicator for HostCommunicator {
         self.start(op)
     }
 
-    fn all_reduce(&self, dtype: DType, op: ReduceOp, input: Buffer, mut out: BufferMut) -> Result<Arc<dyn Operation>> {
-        same_length("all_reduce's result", out.len(), input.len())?;
-        let layout = ShardLayout::uneven(input.len() / dtype.size(), self.shared.world_size)?;
-        let blocks = Blocks::new(layout, dtype.size());
-        same_length("all_reduce's input", input.len(), blocks.total_bytes())?;
-        let op = self.prepare(self.header(Kind::AllReduce(op), dtype, input.len(), 1), blocks)?;
+    fn all_reduce(&self, dtype: DType, op: ReduceOp, blocks: Blocks, mut out: BufferMut) -> Result<Arc<dyn Operation>> {
+        same_length("all_reduce's result", out.len(), blocks.total_bytes())?;
+        let op = self.prepare(self.header(Kind::AllReduce(op), dtype, blocks.total_bytes(), blocks.chunks), blocks)?;
         let mut state = op.lock();
         for piece in 0..blocks.pieces() {
-            let range = blocks.bytes(piece);
-            state.pieces[piece].result = Slot::Writable(out.split_to(range.len())?);
-            state.pieces[piece].contribution = Some(input.slice(range)?);
+            state.pieces[piece].result = Slot::Writable(out.split_to(blocks.bytes(piece).len())?);
         }
         self.fill_staging(&mut state)?;
         drop(state);
@@ -576,13 +574,13 @@ impl Operation for Op {
     fn contribute(self: Arc<Self>, piece: usize, block: Buffer) -> Result<()> {
         let mut state = self.lock();
         let refused = |got: String, wanted: &str| Error::Argument { what: "block", got, wanted: wanted.into() };
-        if state.header.kind != Kind::ReduceScatter || piece >= state.pieces.len() {
-            return Err(refused(format!("piece {piece}"), "a piece of a reduce_scatter"));
+        if !matches!(state.header.kind, Kind::ReduceScatter | Kind::AllReduce(_)) || piece >= state.pieces.len() {
+            return Err(refused(format!("piece {piece}"), "a piece of a reduction"));
         }
         if state.pieces[piece].contributed {
             return Err(refused(format!("piece {piece} again"), "each piece once"));
         }
-        same_length("block of a reduce_scatter", block.len(), state.blocks.bytes(piece).len())?;
+        same_length("block of a reduction", block.len(), state.blocks.bytes(piece).len())?;
         state.pieces[piece].contribution = Some(block);
         state.pieces[piece].contributed = true;
         drop(state);
@@ -590,16 +588,41 @@ impl Operation for Op {
         shared.submit(Command::Contribute(self, piece))
     }
 
-    fn next(&self) -> Result<Option<(usize, Buffer)>> {
+    fn next(&self) -> Result<Option<(Range<usize>, Buffer)>> {
+        let rank = self.shared.rank;
         self.wait_until(|state| {
-            let piece = match state.arrived.get(state.taken) {
-                Some(piece) => *piece,
-                None => return matches!(state.outcome, Some(Ok(()))).then_some(None),
+            let chunks = state.blocks.chunks;
+            let untaken = |state: &State, piece: usize| {
+                let known = &state.pieces[piece];
+                (piece / chunks != rank && !known.taken).then(|| known.result.done()).flatten().cloned()
             };
-            let buffer = state.pieces[piece].result.done()?.clone();
-            state.taken += 1;
-            Some(Some((piece, buffer)))
-        })
+            let (piece, mut run) = loop {
+                match state.arrived.get(state.looked) {
+                    Some(piece) => match untaken(state, *piece) {
+                        Some(buffer) => break (*piece, buffer),
+                        None => state.looked += 1,
+                    },
+                    None => return matches!(state.outcome, Some(Ok(()))).then_some(Ok(None)),
+                }
+            };
+            let mut range = piece..piece + 1;
+            while let Some(buffer) = range.start.checked_sub(1).and_then(|before| untaken(state, before)) {
+                range.start -= 1;
+                run = match buffer.join(&run) {
+                    Ok(run) => run,
+                    Err(error) => return Some(Err(error)),
+                };
+            }
+            while let Some(buffer) = (range.end < state.pieces.len()).then(|| untaken(state, range.end)).flatten() {
+                range.end += 1;
+                run = match run.join(&buffer) {
+                    Ok(run) => run,
+                    Err(error) => return Some(Err(error)),
+                };
+            }
+            state.pieces[range.clone()].iter_mut().for_each(|piece| piece.taken = true);
+            Some(Ok(Some((range, run))))
+        })?
     }
 
     fn wait(&self) -> Result<Buffer> {
@@ -710,29 +733,22 @@ impl<T: Transport> Engine<T> {
                     state.arrived.push(own);
                 }
             }
-            Kind::ReduceScatter => {
-                for chunk in 0..blocks.chunks {
-                    for step in 1..world_size {
-                        let (_, from) = peers(step);
+            Kind::ReduceScatter | Kind::AllReduce(_) => {
+                for step in 1..world_size {
+                    let (_, from) = peers(step);
+                    for chunk in 0..blocks.chunks {
                         self.receive_summand(state, from, chunk)?;
+                        if header.kind != Kind::ReduceScatter {
+                            let piece = from * blocks.chunks + chunk;
+                            let into = state.pieces[piece].result.take_mut()?;
+                            let message = Message { peer: from, part: blocks.pieces() + piece };
+                            self.transport.receive(&header, message, into)?;
+                            state.outstanding += 1;
+                        }
                     }
                 }
                 // Blocks are still to be handed in.
                 state.outstanding += blocks.pieces();
-            }
-            Kind::AllReduce(_) => {
-                for step in 1..world_size {
-                    let (to, from) = peers(step);
-                    self.receive_summand(state, from, 0)?;
-                    let block = state.pieces[to].contribution.take().ok_or_else(nothing_to_send)?;
-                    self.transport.send(&header, Message { peer: to, part: to }, block)?;
-                    let into = state.pieces[from].result.take_mut()?;
-                    self.transport.receive(&header, Message { peer: from, part: world_size + from }, into)?;
-                    state.outstanding += 2;
-                }
-                // The own sum is still to be formed.
-                state.outstanding += 1;
-                self.try_sum(state, 0)?;
             }
             Kind::Broadcast { root } if root == rank => {
                 let input = state.pieces[0].contribution.take().ok_or_else(nothing_to_send)?;
@@ -774,7 +790,7 @@ impl<T: Transport> Engine<T> {
         Ok(())
     }
 
-    /// A block of a reduce-scatter has been handed in.
+    /// A block of a reduction has been handed in.
     fn contribute(&mut self, op: &Arc<Op>, piece: usize) -> Result<()> {
         let mut guard = op.lock();
         let state = &mut *guard;
@@ -804,24 +820,18 @@ impl<T: Transport> Engine<T> {
         let mut guard = op.lock();
         let state = &mut *guard;
         match completion {
-            // A block of a reduce-scatter counts once, when it has been sent.
+            // A block of a reduction counts once, when it has been sent.
             Completion::Sent(..) => state.outstanding -= 1,
             Completion::Received(header, message, buffer) => {
                 state.outstanding -= 1;
-                let (rank, world_size) = (self.shared.rank, self.shared.world_size);
-                let summand = match header.kind {
-                    Kind::ReduceScatter => Some(message.part - rank * state.blocks.chunks),
-                    Kind::AllReduce(_) if message.part < world_size => Some(0),
-                    _ => None,
-                };
-                if let Some(chunk) = summand {
-                    state.staging[message.peer * state.blocks.chunks + chunk] = Slot::Done(buffer.freeze());
+                let (rank, chunks, pieces) = (self.shared.rank, state.blocks.chunks, state.pieces.len());
+                let reduction = matches!(header.kind, Kind::ReduceScatter | Kind::AllReduce(_));
+                if reduction && message.part < pieces {
+                    let chunk = message.part - rank * chunks;
+                    state.staging[message.peer * chunks + chunk] = Slot::Done(buffer.freeze());
                     self.try_sum(state, chunk)?;
                 } else {
-                    let piece = match header.kind {
-                        Kind::AllReduce(_) => message.part - world_size,
-                        _ => message.part,
-                    };
+                    let piece = if reduction { message.part - pieces } else { message.part };
                     state.pieces[piece].result = Slot::Done(buffer.freeze());
                     state.arrived.push(piece);
                 }
@@ -857,7 +867,11 @@ impl<T: Transport> Engine<T> {
         if let Kind::AllReduce(_) = state.header.kind {
             for step in 1..world_size {
                 let to = (rank + step) % world_size;
-                self.transport.send(&state.header, Message { peer: to, part: world_size + rank }, sum.clone())?;
+                self.transport.send(
+                    &state.header,
+                    Message { peer: to, part: state.pieces.len() + own },
+                    sum.clone(),
+                )?;
                 state.outstanding += 1;
             }
         }

@@ -34,17 +34,16 @@
 
 use std::borrow::Borrow;
 
-use super::{
-    Cut, LinearBuilder, LinearConfig, LinearMode, Saved, Shard, Sharded, around, common_methods, reduced, sealed,
-    settled,
-};
-use crate::comm::{Gather, ReduceOp};
-use crate::dtype::Float;
+use super::gather::{Gathering, Order};
+use super::reduce::sum_rows;
+use super::{LinearBuilder, LinearConfig, LinearMode, Overlap, Saved, Shard, Sharded, common_methods, sealed};
+use crate::dtype::{Element, Float};
 use crate::group::Group;
 use crate::layout::ShardLayout;
+use crate::memory::BufferMut;
 use crate::parameter::Parameter;
 use crate::tensor::{Placement, Tensor};
-use crate::{Result, linear::Overlap};
+use crate::{Error, Result};
 
 /// A linear layer whose output features are sharded over the ranks. See the [module](self).
 #[derive(Debug)]
@@ -66,39 +65,77 @@ impl<T: Float> TensorParallelColumnLinear<T> {
     /// rank gives its rows `[b / n, …, in_features]` ([`Placement::Rows`]). A vector counts as one row.
     ///
     /// # Errors
-    /// [`Error::Placement`](crate::Error::Placement) and [`Error::Shape`](crate::Error::Shape) for an input that does not
-    /// fit; [`Error::Mismatch`](crate::Error::Mismatch) where the ranks' rows differ; errors of communication.
+    /// [`Error::Placement`] and [`Error::Shape`] for an input that does not fit; [`Error::Mismatch`] where the ranks' rows
+    /// differ; errors of communication.
     pub fn forward(&self, input: &Tensor<T>) -> Result<(Tensor<T>, Saved<T>)> {
-        let (shard, group) = (&self.shard, &self.shard.group);
-        shard.check("input", input, self.input_placement(), shard.in_features)?;
-        let bias = shard.bias_value();
-        let bias = bias.as_ref().map(Tensor::buffer);
-        let rows = self.rows(input)?;
-        let shape = input.shape().with_leading(self.leading(input)).with_features(shard.out_features);
-        let mut y = shard.allocate(rows.total(), shard.out_features)?;
+        let ([y], saved) = Self::forward_many([self], input)?;
+        Ok((y, saved))
+    }
 
-        let (y, gathered) = if shard.is(LinearMode::AllReduce) {
-            shard.multiply(input.buffer(), &mut y, bias)?;
-            (y.freeze(), None)
-        } else {
-            let blocks = shard.blocks(rows, shard.in_features);
-            let gather = group.start_gather(T::DTYPE, blocks, input.buffer())?;
-            if shard.config.overlap == Overlap::Blocking {
-                let x = gather.wait()?;
-                shard.multiply(&x, &mut y, bias)?;
-                (y.freeze(), Some(x))
-            } else {
-                let mut y = Cut::new(y, shard.blocks(rows, shard.out_features), group.rank())?;
-                shard.multiply(input.buffer(), &mut y.own, bias)?;
-                let x = gather.wait()?;
-                let (before, after) = around(&x, blocks, group.rank())?;
-                shard.multiply(&before, &mut y.before, bias)?;
-                shard.multiply(&after, &mut y.after, bias)?;
-                (y.join()?, Some(x))
-            }
+    /// The same for ranks with different numbers of rows, as [`ShardLayout::uneven`] divides the first dimension: `total` of
+    /// them over all ranks. In AllReduce mode `total` is the input's own first dimension.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); [`Error::Shape`] where the input has not this rank's part of `total`.
+    pub fn forward_uneven(&self, input: &Tensor<T>, total: usize) -> Result<(Tensor<T>, Saved<T>)> {
+        let ([y], saved) = Self::forward_many_uneven([self], input, total)?;
+        Ok((y, saved))
+    }
+
+    /// The outputs of several layers that share one input, such as Q, K and V, or gate and up: it is gathered once.
+    ///
+    /// The layers must be of one group and have the same `in_features` and options of mode and overlap; the first one's
+    /// count. The backward pass is [`backward_many`](Self::backward_many).
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); [`Error::Argument`] for no layers or layers that do not fit together.
+    pub fn forward_many<const N: usize>(layers: [&Self; N], input: &Tensor<T>) -> Result<([Tensor<T>; N], Saved<T>)> {
+        let first = first(&layers)?;
+        let leading = match first.config.mode {
+            LinearMode::AllReduce => input.shape().leading(),
+            LinearMode::ReduceScatter => input.shape().leading() * first.group.world_size(),
         };
+        Self::forward_many_uneven(layers, input, leading)
+    }
+
+    /// [`forward_many`](Self::forward_many) and [`forward_uneven`](Self::forward_uneven) in one.
+    ///
+    /// # Errors
+    /// As these.
+    pub fn forward_many_uneven<const N: usize>(
+        layers: [&Self; N],
+        input: &Tensor<T>,
+        total: usize,
+    ) -> Result<([Tensor<T>; N], Saved<T>)> {
+        let shard = first(&layers)?;
+        shard.check("input", input, shard.column_input(), shard.in_features)?;
+        let rows = shard.column_rows(input, total)?;
+        let biases = layers.map(|layer| layer.shard.bias_value());
+        let mut outputs = each(|index| layers[index].shard.allocate(rows.total(), layers[index].shard.out_features))?;
+        let multiply = |row: usize, x: &_, outputs: &mut [BufferMut; N]| {
+            let mut products = layers.iter().zip(outputs).zip(&biases);
+            products
+                .try_for_each(|((layer, y), bias)| layer.shard.multiply(x, y, row, bias.as_ref().map(Tensor::buffer)))
+        };
+
+        let gathered = if shard.is(LinearMode::AllReduce) {
+            multiply(0, input.buffer(), &mut outputs)?;
+            None
+        } else {
+            // All ranks' rows: this rank's own while the others travel, then those before and after them.
+            let gathering = Gathering::start(shard, rows, shard.in_features, input.buffer())?;
+            Some(gathering.for_each(shard.overlap().into(), |rows, x| multiply(rows.start, x, &mut outputs))?)
+        };
+
         let keep = gathered.filter(|_| !shard.config.recompute_all_gather);
-        Ok((shard.tensor(y, shape, Placement::Features), shard.save(input, keep, shape)))
+        let shape = input.shape().with_leading(total);
+        let saved = shard.save(input, keep, shape.with_features(shard.out_features), rows);
+        let mut outputs = outputs.map(Some);
+        let outputs = each(|index| {
+            let shape = shape.with_features(layers[index].shard.out_features);
+            Ok(shard.tensor(outputs[index].take().ok_or_else(no_layers)?.freeze(), shape, Placement::Features))
+        })?;
+        Ok((outputs, saved))
     }
 
     /// The gradient of the input, in its shape and placement; the weight's and bias's gradients are added to theirs.
@@ -106,63 +143,123 @@ impl<T: Float> TensorParallelColumnLinear<T> {
     /// `saved` is what [`forward`](Self::forward) returned, by value or by reference; `grad_output` is as its output.
     ///
     /// # Errors
-    /// [`Error::Saved`](crate::Error::Saved), [`Error::Placement`](crate::Error::Placement) and
-    /// [`Error::Shape`](crate::Error::Shape) where they do not fit, with nothing changed; errors of communication.
+    /// [`Error::Saved`], [`Error::Placement`] and [`Error::Shape`] where they do not fit, with nothing changed; errors of
+    /// communication.
     pub fn backward(&self, saved: impl Borrow<Saved<T>>, grad_output: &Tensor<T>) -> Result<Tensor<T>> {
-        let (shard, group, saved) = (&self.shard, &self.shard.group, saved.borrow());
-        shard.check_saved(saved, grad_output, Placement::Features)?;
-        let dy = grad_output.buffer();
-        let rows = self.rows(&saved.input)?;
-        let blocks = shard.blocks(rows, shard.in_features);
-        let blocking = shard.blocking();
-
-        let gather = match &saved.gathered {
-            _ if shard.is(LinearMode::AllReduce) => Gather::Ready(None, saved.input.buffer().clone()),
-            Some(x) => Gather::Ready(None, x.clone()),
-            None => settled(group.start_gather(T::DTYPE, blocks, saved.input.buffer())?, blocking)?,
-        };
-        let mut dx = shard.allocate(rows.total(), shard.in_features)?;
-        shard.multiply_back(dy, &mut dx)?;
-        let dx = dx.freeze();
-        let reduce = if shard.is(LinearMode::AllReduce) {
-            group.start_all_reduce(T::DTYPE, ReduceOp::Sum, &dx)?
-        } else {
-            let mut reduce = group.start_reduce_scatter(T::DTYPE, blocks)?;
-            for rank in 0..group.world_size() {
-                reduce.contribute(rank, dx.slice(blocks.own_bytes(rank))?)?;
-            }
-            reduce
-        };
-        let reduce = reduced(reduce, blocking)?;
-        shard.add_bias_grad(dy)?;
-        shard.add_weight_grad(dy, &gather.wait()?)?;
-        Ok(shard.tensor(reduce.wait()?, *saved.input.shape(), self.input_placement()))
+        Self::backward_many([self], saved, [grad_output])
     }
 
-    fn input_placement(&self) -> Placement {
-        match self.shard.config.mode {
+    /// The gradient of the input that several layers shared: theirs are summed before they are reduced over the ranks,
+    /// once.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward).
+    pub fn backward_many<const N: usize>(
+        layers: [&Self; N],
+        saved: impl Borrow<Saved<T>>,
+        grad_outputs: [&Tensor<T>; N],
+    ) -> Result<Tensor<T>> {
+        let (shard, saved) = (first(&layers)?, saved.borrow());
+        for (index, (layer, grad_output)) in layers.iter().zip(grad_outputs).enumerate() {
+            let layer = &layer.shard;
+            let output = saved.output.with_features(layer.out_features);
+            shard.check_saved(
+                saved,
+                grad_output,
+                Placement::Features,
+                if index == 0 { saved.output } else { output },
+            )?;
+        }
+        let (rows, overlap) = (saved.rows, shard.overlap());
+
+        // The input again, for the weights' gradients, under the input gradient's product.
+        let gathering = match &saved.gathered {
+            _ if shard.is(LinearMode::AllReduce) => Gathering::ready(saved.input.buffer().clone(), rows, 0),
+            Some(x) => Gathering::ready(x.clone(), rows, shard.group.rank()),
+            None => Gathering::start(shard, rows, shard.in_features, saved.input.buffer())?,
+        };
+        // The input's gradient, whose reduction runs under the weights' gradients.
+        let sum = sum_rows(shard, rows, shard.in_features, true, |rows, dx, at| {
+            let products = || layers.iter().zip(grad_outputs).enumerate();
+            let part =
+                |layer: &Self, dy: &Tensor<T>| layer.shard.slice(dy.buffer(), rows.clone(), layer.shard.out_features);
+            if N == 1 || T::DTYPE == T::Accumulator::DTYPE {
+                return products().try_for_each(|(index, (layer, dy))| {
+                    layer.shard.multiply_back(&part(layer, dy)?, dx, at, T::DTYPE, index > 0)
+                });
+            }
+            // Several products of 16-bit elements are added up in f32 and rounded once.
+            let dtype = T::Accumulator::DTYPE;
+            let mut wide = shard.group.device().allocate(rows.len() * shard.in_features * dtype.size())?;
+            products().try_for_each(|(index, (layer, dy))| {
+                layer.shard.multiply_back(&part(layer, dy)?, &mut wide, 0, dtype, index > 0)
+            })?;
+            shard.group.device().cast((&wide.freeze(), dtype), (dx, T::DTYPE))
+        })?;
+
+        let order = if overlap == Overlap::Async { Order::Whole } else { overlap.into() };
+        for (layer, dy) in layers.iter().zip(grad_outputs) {
+            layer.shard.add_bias_grad(dy.buffer())?;
+        }
+        gathering.for_each(order, |rows, x| {
+            layers.iter().zip(grad_outputs).try_for_each(|(layer, dy)| {
+                let dy = layer.shard.slice(dy.buffer(), rows.clone(), layer.shard.out_features)?;
+                layer.shard.add_weight_grad(&dy, x)
+            })
+        })?;
+        Ok(shard.tensor(sum.wait()?, *saved.input.shape(), shard.column_input()))
+    }
+}
+
+/// The first layer's shard, with which the others must agree.
+fn first<'a, T: Float, const N: usize>(layers: &[&'a TensorParallelColumnLinear<T>; N]) -> Result<&'a Shard<T>> {
+    let shard = &layers.first().ok_or_else(no_layers)?.shard;
+    let key = |shard: &Shard<T>| (shard.in_features, shard.config.mode, shard.config.overlap, shard.group.rank());
+    match layers.iter().find(|layer| key(&layer.shard) != key(shard)) {
+        None => Ok(shard),
+        Some(other) => Err(Error::Argument {
+            what: "layers that share an input",
+            got: format!("{:?} beside {:?}", other.shard.config, shard.config),
+            wanted: "the same in_features, mode and overlap".into(),
+        }),
+    }
+}
+
+fn no_layers() -> Error {
+    Error::Argument { what: "layers", got: "none".into(), wanted: "at least one".into() }
+}
+
+/// An array of what `make` gives for each index, or its first error.
+fn each<R, const N: usize>(mut make: impl FnMut(usize) -> Result<R>) -> Result<[R; N]> {
+    let mut failed = None;
+    let made = std::array::from_fn(|index| match failed {
+        Some(_) => None,
+        None => make(index).map_err(|error| failed = Some(error)).ok(),
+    });
+    match failed {
+        Some(error) => Err(error),
+        None => Ok(made.map(|value| value.expect("every index was made"))),
+    }
+}
+
+impl<T: Float> Shard<T> {
+    fn column_input(&self) -> Placement {
+        match self.config.mode {
             LinearMode::AllReduce => Placement::Replicated,
             LinearMode::ReduceScatter => Placement::Rows,
         }
     }
 
-    /// The first dimension of the gathered input.
-    fn leading(&self, input: &Tensor<T>) -> usize {
-        match self.shard.config.mode {
-            LinearMode::AllReduce => input.shape().leading(),
-            LinearMode::ReduceScatter => input.shape().leading() * self.shard.group.world_size(),
+    /// All rows of a column layer's input, and whose they are, where its first dimension is `total` over all ranks.
+    fn column_rows(&self, input: &Tensor<T>, total: usize) -> Result<ShardLayout> {
+        let shape = input.shape();
+        let layout = ShardLayout::uneven(total, self.group.world_size())?;
+        let wanted = if self.is(LinearMode::AllReduce) { total } else { layout.len(self.group.rank()) };
+        if shape.leading() != wanted {
+            let wanted = format!("a first dimension of {wanted}, this rank's part of {total}");
+            return Err(Error::Shape { what: "input", got: *shape, wanted });
         }
-    }
-
-    /// All rows, and whose they are.
-    fn rows(&self, input: &Tensor<T>) -> Result<ShardLayout> {
-        match self.shard.config.mode {
-            LinearMode::AllReduce => ShardLayout::uneven(input.shape().rows(), self.shard.group.world_size()),
-            LinearMode::ReduceScatter => {
-                let world_size = self.shard.group.world_size();
-                ShardLayout::even("rows", input.shape().rows() * world_size, world_size)
-            }
-        }
+        Ok(layout.of_each(shape.rows_per_leading()))
     }
 }
 

@@ -33,13 +33,13 @@
 
 use std::borrow::Borrow;
 
-use super::{Cut, LinearBuilder, LinearConfig, LinearMode, Saved, Shard, Sharded, around, common_methods, sealed};
+use super::gather::Gathering;
+use super::reduce::sum_rows;
+use super::{LinearBuilder, LinearConfig, LinearMode, Saved, Shard, Sharded, common_methods, sealed};
 use crate::Result;
-use crate::comm::ReduceOp;
 use crate::dtype::Float;
 use crate::group::Group;
 use crate::layout::ShardLayout;
-use crate::memory::Buffer;
 use crate::parameter::Parameter;
 use crate::tensor::{Placement, Tensor};
 
@@ -69,78 +69,33 @@ impl<T: Float> TensorParallelRowLinear<T> {
     /// ReduceScatter mode; [`Error::Mismatch`](crate::Error::Mismatch) where the ranks' rows differ; errors of
     /// communication.
     pub fn forward(&self, input: &Tensor<T>) -> Result<(Tensor<T>, Saved<T>)> {
-        let shard = &self.shard;
+        if self.shard.is(LinearMode::ReduceScatter) {
+            ShardLayout::even("the input's first dimension", input.shape().leading(), self.shard.group.world_size())?;
+        }
+        self.forward_uneven(input)
+    }
+
+    /// The same for a first dimension that the world size need not divide: the ranks get the rows that
+    /// [`ShardLayout::uneven`] gives them.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), but for divisibility.
+    pub fn forward_uneven(&self, input: &Tensor<T>) -> Result<(Tensor<T>, Saved<T>)> {
+        let (shard, x) = (&self.shard, input.buffer());
         shard.check("input", input, Placement::Features, shard.in_features)?;
-        let rows = self.rows(input)?;
+        let leading = ShardLayout::uneven(input.shape().leading(), shard.group.world_size())?;
+        let rows = leading.of_each(input.shape().rows_per_leading());
         // Once over all ranks.
         let bias = shard.bias_value().filter(|_| shard.group.rank() == 0);
         let bias = bias.as_ref().map(Tensor::buffer);
-        let leading = input.shape().leading();
-        let (y, leading) = if shard.is(LinearMode::AllReduce) {
-            (self.all_reduce(input.buffer(), rows, bias)?, leading)
-        } else {
-            (self.reduce_scatter(input.buffer(), rows, bias)?, leading / shard.group.world_size())
-        };
+
+        let sum = sum_rows(shard, rows, shard.out_features, false, |rows, y, at| {
+            shard.multiply(&shard.slice(x, rows, shard.in_features)?, y, at, bias)
+        })?;
+
+        let leading = if shard.is(LinearMode::AllReduce) { leading.total() } else { leading.len(shard.group.rank()) };
         let shape = input.shape().with_leading(leading).with_features(shard.out_features);
-        Ok((shard.tensor(y, shape, self.output_placement()), shard.save(input, None, shape)))
-    }
-
-    /// This rank's rows of the sum. Async multiplies the other ranks' rows first and its own while those travel.
-    fn reduce_scatter(&self, x: &Buffer, rows: ShardLayout, bias: Option<&Buffer>) -> Result<Buffer> {
-        let (shard, group) = (&self.shard, &self.shard.group);
-        let (blocks, x_blocks) = (shard.blocks(rows, shard.out_features), shard.blocks(rows, shard.in_features));
-        let mut y = shard.allocate(rows.total(), shard.out_features)?;
-        let mut reduce = group.start_reduce_scatter(T::DTYPE, blocks)?;
-        if shard.blocking() {
-            shard.multiply(x, &mut y, bias)?;
-            let y = y.freeze();
-            for rank in 0..group.world_size() {
-                reduce.contribute(rank, y.slice(blocks.own_bytes(rank))?)?;
-            }
-            return reduce.wait();
-        }
-        let rank = group.rank();
-        let mut y = Cut::new(y, blocks, rank)?;
-        let (before, after) = around(x, x_blocks, rank)?;
-        shard.multiply(&before, &mut y.before, bias)?;
-        shard.multiply(&after, &mut y.after, bias)?;
-        let (before, after) = (y.before.freeze(), y.after.freeze());
-        for peer in 0..rank {
-            reduce.contribute(peer, before.slice(blocks.own_bytes(peer))?)?;
-        }
-        let end = blocks.own_bytes(rank).end;
-        for peer in rank + 1..group.world_size() {
-            let range = blocks.own_bytes(peer);
-            reduce.contribute(peer, after.slice(range.start - end..range.end - end)?)?;
-        }
-        shard.multiply(&x.slice(x_blocks.own_bytes(rank))?, &mut y.own, bias)?;
-        reduce.contribute(rank, y.own.freeze())?;
-        reduce.wait()
-    }
-
-    /// The sum, whole. Async reduces the first half of the rows while the second is multiplied.
-    fn all_reduce(&self, x: &Buffer, rows: ShardLayout, bias: Option<&Buffer>) -> Result<Buffer> {
-        let (shard, group) = (&self.shard, &self.shard.group);
-        let mut y = shard.allocate(rows.total(), shard.out_features)?;
-        if group.world_size() == 1 {
-            shard.multiply(x, &mut y, bias)?;
-            return Ok(y.freeze());
-        }
-        let halves = ShardLayout::uneven(rows.total(), if shard.blocking() { 1 } else { 2 })?;
-        let (y_half, x_half) = (shard.blocks(halves, shard.out_features), shard.blocks(halves, shard.in_features));
-        let mut sum = shard.allocate(rows.total(), shard.out_features)?;
-        let mut start = |half: usize| {
-            let mut part = y.split_to(y_half.own_bytes(half).len())?;
-            shard.multiply(&x.slice(x_half.own_bytes(half))?, &mut part, bias)?;
-            let into = sum.split_to(part.len())?;
-            group.start_all_reduce_into(T::DTYPE, ReduceOp::Sum, &part.freeze(), into)
-        };
-        let first = start(0)?;
-        if shard.blocking() {
-            return first.wait();
-        }
-        let second = start(1)?;
-        first.wait()?.join(&second.wait()?)
+        Ok((shard.tensor(sum.wait()?, shape, self.output_placement()), shard.save(input, None, shape, rows)))
     }
 
     /// The gradient of the input `[b, …, in_features / n]` ([`Placement::Features`]); the weight's and bias's gradients
@@ -152,64 +107,30 @@ impl<T: Float> TensorParallelRowLinear<T> {
     /// [`Error::Saved`](crate::Error::Saved), [`Error::Placement`](crate::Error::Placement) and
     /// [`Error::Shape`](crate::Error::Shape) where they do not fit, with nothing changed; errors of communication.
     pub fn backward(&self, saved: impl Borrow<Saved<T>>, grad_output: &Tensor<T>) -> Result<Tensor<T>> {
-        let (shard, group, saved) = (&self.shard, &self.shard.group, saved.borrow());
-        shard.check_saved(saved, grad_output, self.output_placement())?;
-        let x = saved.input.buffer();
-        let rows = self.rows(&saved.input)?;
+        let (shard, saved) = (&self.shard, saved.borrow());
+        shard.check_saved(saved, grad_output, self.output_placement(), saved.output)?;
+        let (x, rows, own) = (saved.input.buffer(), saved.rows, grad_output.buffer());
         let mut dx = shard.allocate(rows.total(), shard.in_features)?;
-        let whole = if shard.is(LinearMode::AllReduce) {
-            Some(grad_output.buffer().clone())
-        } else if shard.blocking() {
-            let blocks = shard.blocks(rows, shard.out_features);
-            Some(group.start_gather(T::DTYPE, blocks, grad_output.buffer())?.wait()?)
+
+        // Both products of this rank's own rows need no communication; the others' follow as they come.
+        let gathering = if shard.is(LinearMode::AllReduce) {
+            Gathering::ready(own.clone(), rows, 0)
         } else {
-            None
+            Gathering::start(shard, rows, shard.out_features, own)?
         };
-        let (dx, dy) = match whole {
-            Some(dy) => {
-                shard.multiply_back(&dy, &mut dx)?;
-                shard.add_weight_grad(&dy, x)?;
-                (dx.freeze(), dy)
-            }
-            None => {
-                // Both products of this rank's own rows need no communication.
-                let (rank, own) = (group.rank(), grad_output.buffer());
-                let (blocks, x_blocks) =
-                    (shard.blocks(rows, shard.out_features), shard.blocks(rows, shard.in_features));
-                let gather = group.start_gather(T::DTYPE, blocks, own)?;
-                let mut dx = Cut::new(dx, x_blocks, rank)?;
-                shard.multiply_back(own, &mut dx.own)?;
-                shard.add_weight_grad(own, &x.slice(x_blocks.own_bytes(rank))?)?;
-                let dy = gather.wait()?;
-                let ((dy_before, dy_after), (x_before, x_after)) =
-                    (around(&dy, blocks, rank)?, around(x, x_blocks, rank)?);
-                shard.multiply_back(&dy_before, &mut dx.before)?;
-                shard.multiply_back(&dy_after, &mut dx.after)?;
-                shard.add_weight_grad(&dy_before, &x_before)?;
-                shard.add_weight_grad(&dy_after, &x_after)?;
-                (dx.join()?, dy)
-            }
-        };
+        let dy = gathering.for_each(shard.overlap().into(), |rows, dy| {
+            shard.multiply_back(dy, &mut dx, rows.start, T::DTYPE, false)?;
+            shard.add_weight_grad(dy, &shard.slice(x, rows, shard.in_features)?)
+        })?;
+
         shard.add_bias_grad(&dy)?;
-        Ok(shard.tensor(dx, *saved.input.shape(), Placement::Features))
+        Ok(shard.tensor(dx.freeze(), *saved.input.shape(), Placement::Features))
     }
 
     fn output_placement(&self) -> Placement {
         match self.shard.config.mode {
             LinearMode::AllReduce => Placement::Replicated,
             LinearMode::ReduceScatter => Placement::Rows,
-        }
-    }
-
-    /// All rows, and whose they are.
-    fn rows(&self, input: &Tensor<T>) -> Result<ShardLayout> {
-        let (shape, world_size) = (input.shape(), self.shard.group.world_size());
-        match self.shard.config.mode {
-            LinearMode::AllReduce => ShardLayout::uneven(shape.rows(), world_size),
-            LinearMode::ReduceScatter => {
-                ShardLayout::even("the input's first dimension", shape.leading(), world_size)?;
-                ShardLayout::even("rows", shape.rows(), world_size)
-            }
         }
     }
 }

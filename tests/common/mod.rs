@@ -14,7 +14,8 @@ pub enum Layer {
 }
 
 pub const MODES: [LinearMode; 2] = [LinearMode::AllReduce, LinearMode::ReduceScatter];
-pub const OVERLAPS: [Overlap; 2] = [Overlap::Blocking, Overlap::Async];
+pub const OVERLAPS: [Overlap; 4] =
+    [Overlap::Blocking, Overlap::Async, Overlap::Pipelined { chunks: 1 }, Overlap::Pipelined { chunks: 3 }];
 pub const LAYERS: [Layer; 2] = [Layer::Column, Layer::Row];
 
 /// One layer, its options, and the shape of its input: `[leading, middle…, in_features]` of the whole.

@@ -57,13 +57,7 @@ pub(crate) fn matmul(matmul: &mut Matmul<'_>, threads: usize, scratch: &mut Scra
     }
     if k == 0 {
         // gemmkit would leave `out` alone; an empty sum is zero (plus bias).
-        if !matmul.accumulate {
-            super::memory::bytes_mut(matmul.out)?.fill(0);
-        }
-        return match (matmul.bias, matmul.dtype) {
-            (Some(bias), dtype) => super::kernels::for_float!(dtype, add_bias(bias, matmul.out)),
-            (None, _) => Ok(()),
-        };
+        return super::kernels::for_float!(matmul.dtype, empty_sum(matmul, m, n));
     }
     match (matmul.dtype, matmul.out_dtype) {
         (DType::F32, _) => whole::<f32>(matmul, threads, scratch),
@@ -76,12 +70,22 @@ pub(crate) fn matmul(matmul: &mut Matmul<'_>, threads: usize, scratch: &mut Scra
     }
 }
 
-fn add_bias<T: Convert<Accumulator: Accumulate>>(
-    bias: &crate::memory::Buffer,
-    out: &mut crate::memory::BufferMut,
-) -> Result<()> {
-    super::kernels::add_bias::<T>(elements(bias)?, elements_mut(out)?);
+fn empty_sum<T: Convert<Accumulator: Accumulate>>(matmul: &mut Matmul<'_>, m: usize, n: usize) -> Result<()> {
+    if matmul.accumulate {
+        return Ok(());
+    }
+    let start = matmul.out_offset;
+    super::memory::bytes_mut(matmul.out)?[start..start + m * n * matmul.out_dtype.size()].fill(0);
+    if let Some(bias) = matmul.bias {
+        super::kernels::add_bias::<T>(elements(bias)?, result(matmul, m, n)?);
+    }
     Ok(())
+}
+
+/// The part of `out` that the result takes.
+fn result<'a, T: bytemuck::Pod>(matmul: &'a mut Matmul<'_>, m: usize, n: usize) -> Result<&'a mut [T]> {
+    let start = matmul.out_offset / std::mem::size_of::<T>();
+    Ok(&mut elements_mut(matmul.out)?[start..start + m * n])
 }
 
 /// Row and column strides of a matrix as the product sees it.
@@ -104,7 +108,7 @@ where
     let beta = T::from_f64(if matmul.accumulate { 1.0 } else { 0.0 });
     let bias = matmul.bias.map(elements::<T>).transpose()?.map(Bias::PerCol);
     let (rows, columns) = (a.rows(), b.cols());
-    let out = MatMut::from_row_major(elements_mut(matmul.out)?, rows, columns);
+    let out = MatMut::from_row_major(result(matmul, rows, columns)?, rows, columns);
     let one = T::from_f64(1.0);
     gemm_fused_with(&mut scratch.workspace, one, a, b, beta, out, bias, None, parallelism(threads));
     Ok(())
@@ -119,7 +123,8 @@ where
     let (m, k, n) = matmul.check()?;
     let (a, b) = (elements::<T>(matmul.a.buffer)?, elements::<T>(matmul.b.buffer)?);
     let bias = matmul.bias.map(elements::<T>).transpose()?;
-    let out = elements_mut::<O>(matmul.out)?;
+    let (matrix_a, matrix_b, accumulate) = (matmul.a, matmul.b, matmul.accumulate);
+    let out = result::<O>(matmul, m, n)?;
     let Scratch { workspace, a: wide_a, b: wide_b, c: wide_c } = scratch;
     grow(wide_a, BLOCK_M.min(m) * BLOCK_K.min(k));
     grow(wide_b, BLOCK_N.min(n) * BLOCK_K.min(k));
@@ -130,10 +135,10 @@ where
         let (stripe, row) = wide_c.split_at_mut(m * width);
         for k0 in (0..k).step_by(BLOCK_K) {
             let depth = BLOCK_K.min(k - k0);
-            let wide_b = widen(b, matmul.b, (k0, depth), (n0, width), wide_b);
+            let wide_b = widen(b, matrix_b, (k0, depth), (n0, width), wide_b);
             for m0 in (0..m).step_by(BLOCK_M) {
                 let height = BLOCK_M.min(m - m0);
-                let wide_a = widen(a, matmul.a, (m0, height), (k0, depth), wide_a);
+                let wide_a = widen(a, matrix_a, (m0, height), (k0, depth), wide_a);
                 let c = MatMut::from_row_major(&mut stripe[m0 * width..(m0 + height) * width], height, width);
                 let beta = if k0 == 0 { 0.0 } else { 1.0 };
                 gemm_fused_with(workspace, 1.0, wide_a, wide_b, beta, c, None, None, parallelism(threads));
@@ -146,7 +151,7 @@ where
                 T::widen(&bias[n0..n0 + width], row);
                 sum.iter_mut().zip(&*row).for_each(|(sum, bias)| *sum += *bias);
             }
-            if matmul.accumulate {
+            if accumulate {
                 O::widen(out, row);
                 sum.iter_mut().zip(&*row).for_each(|(sum, out)| *sum += *out);
             }

@@ -1,9 +1,12 @@
-//! Collectives of ranks that have host memory: one progress thread a rank, over point-to-point messages.
+//! Collectives driven by the host: one progress thread a rank, over point-to-point messages.
 //!
-//! The algorithms stand here once; a [`Transport`] moves the messages (between threads, or over MPI). Every reduction is
-//! ordered: an all-to-all in the wire dtype, then one sum over ranks 0, 1, … in the accumulator and one rounding, so that
+//! The algorithms stand here once; a [`Transport`] moves the messages (between threads, or over MPI), and [`Work`] does
+//! what a rank does to its own memory. Where memory belongs to a device with queues, messages and work are queued rather
+//! than done when a call returns: a [`Mark`] says after what, and every buffer is held until compute is ordered after
+//! the queues that use it. Every reduction is ordered: an all-to-all in the wire dtype, then one sum over ranks 0, 1, … in the accumulator and one rounding, so that
 //! results depend neither on timing nor on who was first. An all-reduce is that, and a gather of the sums.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -87,21 +90,88 @@ pub(crate) struct Message {
     pub(crate) part: usize,
 }
 
+/// A point in a device's queue that other queues can be ordered after. There is none where everything has happened when
+/// a call returns.
+pub(crate) type Mark = Arc<dyn Any + Send + Sync>;
+
+/// A buffer that is held until compute is ordered after its mark.
+pub(crate) type Held = (Buffer, Mark);
+
 /// What a transport has got done.
 #[derive(Debug)]
 pub(crate) enum Completion {
-    /// The message's bytes are no longer needed.
-    Sent(Header, Message),
-    /// The message has arrived.
-    Received(Header, Message, BufferMut),
+    /// The message's bytes are no longer needed, or not after the mark.
+    Sent(Header, Message, Option<Held>),
+    /// The message has arrived, or has at the mark.
+    Received(Header, Message, BufferMut, Option<Mark>),
+}
+
+/// What a rank does to its own memory, in the queue that its communication runs in.
+pub(crate) trait Work: Send + Sync + std::fmt::Debug {
+    /// Marks what has been queued on compute so far.
+    fn computed(&self) -> Result<Option<Mark>>;
+    /// Orders what is queued on compute from now on after the mark.
+    fn join(&self, mark: &Mark) -> Result<()>;
+    /// Orders what is queued on communication from now on after the mark.
+    fn follow(&self, mark: &Mark) -> Result<()>;
+    /// Copies another buffer, of this rank or a peer.
+    fn copy(&self, source: &Buffer, target: &mut BufferMut) -> Result<Option<Mark>>;
+    /// Combines the ranks' summands in rank order into `out`.
+    fn combine<'a>(
+        &self,
+        header: &Header,
+        world_size: usize,
+        summand: &dyn Fn(usize) -> Option<&'a Buffer>,
+        out: &mut BufferMut,
+    ) -> Result<Option<Mark>>;
+    /// Waits until the queue has passed the mark.
+    fn wait(&self, mark: &Mark) -> Result<()>;
+    /// Waits until the communication's own queue is empty.
+    fn drain(&self) -> Result<()>;
+}
+
+/// Host memory: everything has happened when a call returns.
+#[derive(Debug)]
+pub(crate) struct HostWork;
+
+impl Work for HostWork {
+    fn computed(&self) -> Result<Option<Mark>> {
+        Ok(None)
+    }
+    fn join(&self, _mark: &Mark) -> Result<()> {
+        Ok(())
+    }
+    fn follow(&self, _mark: &Mark) -> Result<()> {
+        Ok(())
+    }
+    fn copy(&self, source: &Buffer, target: &mut BufferMut) -> Result<Option<Mark>> {
+        bytes_mut(target)?.copy_from_slice(bytes(source)?);
+        Ok(None)
+    }
+    fn combine<'a>(
+        &self,
+        header: &Header,
+        world_size: usize,
+        summand: &dyn Fn(usize) -> Option<&'a Buffer>,
+        out: &mut BufferMut,
+    ) -> Result<Option<Mark>> {
+        combine(*header, world_size, summand, out)?;
+        Ok(None)
+    }
+    fn wait(&self, _mark: &Mark) -> Result<()> {
+        Ok(())
+    }
+    fn drain(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// Moves messages between ranks. Lives on the progress thread.
 pub(crate) trait Transport: Send {
     /// Says that this rank starts the operation.
     fn announce(&mut self, header: &Header) -> Result<()>;
-    /// Starts to send.
-    fn send(&mut self, header: &Header, message: Message, data: Buffer) -> Result<()>;
+    /// Starts to send, after the mark.
+    fn send(&mut self, header: &Header, message: Message, data: Buffer, after: Option<Mark>) -> Result<()>;
     /// Starts to receive.
     fn receive(&mut self, header: &Header, message: Message, into: BufferMut) -> Result<()>;
     /// Collects what is done. Where nothing is, waits up to `patience` for something, or to be woken.
@@ -138,6 +208,11 @@ struct State {
     pieces: Vec<Piece>,
     /// What the peers' summands of this rank's block are received into, or have been: `peer * chunks + chunk`.
     staging: Vec<Slot>,
+    /// What had been queued on compute when the operation was started.
+    begun: Option<Mark>,
+    /// The last of its own work, and what queues still use: compute is ordered after them by the wait.
+    last: Option<Mark>,
+    held: Vec<Held>,
     /// Pieces of the result in order of arrival; those before `looked` have been returned.
     arrived: Vec<usize>,
     looked: usize,
@@ -151,7 +226,11 @@ struct State {
 struct Piece {
     contribution: Option<Buffer>,
     contributed: bool,
+    /// What had been queued on compute when the contribution was handed in.
+    computed: Option<Mark>,
     result: Slot,
+    /// When the result is there.
+    done: Option<Mark>,
     /// Whether it has been returned by `next`.
     taken: bool,
 }
@@ -196,6 +275,7 @@ struct Shared {
     deadline: AtomicU64,
     queue: Mutex<Queue>,
     control: Arc<dyn Control>,
+    work: Arc<dyn Work>,
     recorder: Recorder,
 }
 
@@ -250,13 +330,27 @@ pub(crate) struct HostCommunicator {
 }
 
 impl HostCommunicator {
-    /// Starts the progress thread.
+    /// Starts the progress thread of a rank with host memory.
+    #[allow(dead_code, reason = "not every engine has host memory")]
     pub(crate) fn new(
         rank: usize,
         world_size: usize,
         device: Arc<dyn Device>,
         transport: impl Transport + 'static,
         control: Arc<dyn Control>,
+        recorder: Recorder,
+    ) -> Result<Self> {
+        Self::with_work(rank, world_size, device, transport, control, Arc::new(HostWork), recorder)
+    }
+
+    /// Starts the progress thread of a rank whose memory `work` knows.
+    pub(crate) fn with_work(
+        rank: usize,
+        world_size: usize,
+        device: Arc<dyn Device>,
+        transport: impl Transport + 'static,
+        control: Arc<dyn Control>,
+        work: Arc<dyn Work>,
         recorder: Recorder,
     ) -> Result<Self> {
         let queue = Queue { sends: vec![0; world_size], receives: vec![0; world_size], ..Queue::default() };
@@ -266,6 +360,7 @@ impl HostCommunicator {
             deadline: AtomicU64::new(millis(DEFAULT_DEADLINE)),
             queue: Mutex::new(queue),
             control,
+            work,
             recorder,
         });
         let engine = Engine { shared: Arc::clone(&shared), transport, active: Vec::new(), done: Vec::new() };
@@ -302,6 +397,9 @@ impl HostCommunicator {
                         blocks,
                         pieces: Vec::new(),
                         staging: Vec::new(),
+                        begun: None,
+                        last: None,
+                        held: Vec::new(),
                         arrived: Vec::new(),
                         looked: 0,
                         outstanding: 0,
@@ -316,11 +414,14 @@ impl HostCommunicator {
         };
         drop(queue);
         let mut state = op.lock();
+        // Of one that nobody waited for: its buffers are about to be let go.
+        state.order_compute(&*self.shared.work)?;
         state.header = header;
         state.blocks = blocks;
         state.pieces.clear();
         state.pieces.resize_with(blocks.pieces(), Piece::default);
         state.staging.clear();
+        state.begun = None;
         state.arrived.clear();
         state.arrived.reserve(blocks.pieces());
         state.looked = 0;
@@ -331,6 +432,7 @@ impl HostCommunicator {
     }
 
     fn start(&self, op: Arc<Op>) -> Result<Arc<dyn Operation>> {
+        op.lock().begun = self.shared.work.computed()?;
         self.shared.submit(Command::Start(Arc::clone(&op)))?;
         Ok(op)
     }
@@ -527,6 +629,30 @@ impl Communicator for HostCommunicator {
     }
 }
 
+impl State {
+    /// A piece of the result is there, or will be at the mark.
+    fn deliver(&mut self, piece: usize, result: Buffer, done: Option<Mark>) {
+        self.last.clone_from(&done);
+        self.pieces[piece].result = Slot::Done(result);
+        self.pieces[piece].done = done;
+        self.arrived.push(piece);
+    }
+
+    /// Orders later compute after everything that uses the operation's buffers, and lets go of those that were read.
+    fn order_compute(&mut self, work: &dyn Work) -> Result<()> {
+        let mut marks = self.last.iter().chain(self.held.iter().map(|(_, mark)| mark));
+        marks.try_for_each(|mark| work.join(mark))?;
+        self.last = None;
+        self.held.clear();
+        Ok(())
+    }
+
+    /// Keeps a buffer that is read until the mark.
+    fn hold(&mut self, buffer: Buffer, until: Option<&Mark>) {
+        self.held.extend(until.map(|mark| (buffer, Arc::clone(mark))));
+    }
+}
+
 impl Op {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -581,6 +707,7 @@ impl Operation for Op {
             return Err(refused(format!("piece {piece} again"), "each piece once"));
         }
         same_length("block of a reduction", block.len(), state.blocks.bytes(piece).len())?;
+        state.pieces[piece].computed = self.shared.work.computed()?;
         state.pieces[piece].contribution = Some(block);
         state.pieces[piece].contributed = true;
         drop(state);
@@ -620,14 +747,21 @@ impl Operation for Op {
                     Err(error) => return Some(Err(error)),
                 };
             }
-            state.pieces[range.clone()].iter_mut().for_each(|piece| piece.taken = true);
+            for piece in &mut state.pieces[range.clone()] {
+                piece.taken = true;
+                if let Some(Err(error)) = piece.done.as_ref().map(|done| self.shared.work.join(done)) {
+                    return Some(Err(error));
+                }
+            }
             Some(Ok(Some((range, run))))
         })?
     }
 
     fn wait(&self) -> Result<Buffer> {
         self.wait_until(|state| matches!(state.outcome, Some(Ok(()))).then_some(()))?;
-        let mut state = self.lock();
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        state.order_compute(&*self.shared.work)?;
         let mut whole: Option<Buffer> = None;
         for piece in &mut state.pieces {
             if let Slot::Done(buffer) = std::mem::take(&mut piece.result) {
@@ -661,8 +795,12 @@ impl<T: Transport> Engine<T> {
     const PATIENCE: Duration = Duration::from_secs(3600);
 
     fn run(mut self) {
-        if let Err(error) = self.serve() {
-            self.shared.control.close(&error);
+        let outcome = self.serve();
+        if let Err(error) = &outcome {
+            self.shared.control.close(error);
+        }
+        let settled = self.settle_queues();
+        if let Err(error) = outcome.and(settled) {
             let mut queue = self.shared.queue();
             queue.closed = Some(error.clone());
             let commands = std::mem::take(&mut queue.commands);
@@ -680,6 +818,16 @@ impl<T: Transport> Engine<T> {
                 op.changed.notify_all();
             }
         }
+    }
+
+    /// Waits for every queue that uses a buffer of an operation that was not waited for.
+    fn settle_queues(&self) -> Result<()> {
+        let ops = self.shared.queue().recycled.clone();
+        let held = ops.iter().try_for_each(|op| {
+            let marks: Vec<Mark> = op.lock().held.iter().map(|(_, mark)| Arc::clone(mark)).collect();
+            marks.iter().try_for_each(|mark| self.shared.work.wait(mark))
+        });
+        held.and(self.shared.work.drain())
     }
 
     fn serve(&mut self) -> Result<()> {
@@ -713,6 +861,8 @@ impl<T: Transport> Engine<T> {
         let state = &mut *guard;
         let (header, blocks) = (state.header, state.blocks);
         self.transport.announce(&header)?;
+        let begun = state.begun.clone();
+        begun.as_ref().map_or(Ok(()), |mark| self.shared.work.follow(mark))?;
         let peers = |step: usize| ((rank + step) % world_size, (rank + world_size - step) % world_size);
         match header.kind {
             Kind::AllGather | Kind::Barrier | Kind::Split => {
@@ -725,12 +875,12 @@ impl<T: Transport> Engine<T> {
                         let piece = from * blocks.chunks + chunk;
                         let into = state.pieces[piece].result.take_mut()?;
                         self.transport.receive(&header, Message { peer: from, part: piece }, into)?;
-                        self.transport.send(&header, Message { peer: to, part: own }, shard.clone())?;
+                        self.transport.send(&header, Message { peer: to, part: own }, shard.clone(), begun.clone())?;
                         state.outstanding += 2;
                     }
-                    bytes_mut(&mut copy)?.copy_from_slice(bytes(&shard)?);
-                    state.pieces[own].result = Slot::Done(copy.freeze());
-                    state.arrived.push(own);
+                    let done = self.shared.work.copy(&shard, &mut copy)?;
+                    state.hold(shard, done.as_ref());
+                    state.deliver(own, copy.freeze(), done);
                 }
             }
             Kind::ReduceScatter | Kind::AllReduce(_) => {
@@ -753,13 +903,14 @@ impl<T: Transport> Engine<T> {
             Kind::Broadcast { root } if root == rank => {
                 let input = state.pieces[0].contribution.take().ok_or_else(nothing_to_send)?;
                 for step in 1..world_size {
-                    self.transport.send(&header, Message { peer: peers(step).0, part: 0 }, input.clone())?;
+                    let message = Message { peer: peers(step).0, part: 0 };
+                    self.transport.send(&header, message, input.clone(), begun.clone())?;
                     state.outstanding += 1;
                 }
                 let mut copy = state.pieces[0].result.take_mut()?;
-                bytes_mut(&mut copy)?.copy_from_slice(bytes(&input)?);
-                state.pieces[0].result = Slot::Done(copy.freeze());
-                state.arrived.push(0);
+                let done = self.shared.work.copy(&input, &mut copy)?;
+                state.hold(input, done.as_ref());
+                state.deliver(0, copy.freeze(), done);
             }
             Kind::Broadcast { root: peer } | Kind::Receive { from: peer } => {
                 let into = state.pieces[0].result.take_mut()?;
@@ -768,7 +919,7 @@ impl<T: Transport> Engine<T> {
             }
             Kind::Send { to: peer } => {
                 let data = state.pieces[0].contribution.clone().ok_or_else(nothing_to_send)?;
-                self.transport.send(&header, Message { peer, part: 0 }, data)?;
+                self.transport.send(&header, Message { peer, part: 0 }, data, begun)?;
                 state.outstanding += 1;
             }
         }
@@ -799,13 +950,14 @@ impl<T: Transport> Engine<T> {
             self.try_sum(state, chunk)?;
         } else {
             let block = state.pieces[piece].contribution.take().ok_or_else(nothing_to_send)?;
-            self.transport.send(&state.header, Message { peer: owner, part: piece }, block)?;
+            let computed = state.pieces[piece].computed.take();
+            self.transport.send(&state.header, Message { peer: owner, part: piece }, block, computed)?;
         }
         self.settle(guard, op)
     }
 
     fn complete(&mut self, completion: Completion) -> Result<()> {
-        let (Completion::Sent(header, message) | Completion::Received(header, message, _)) = &completion;
+        let (Completion::Sent(header, message, _) | Completion::Received(header, message, ..)) = &completion;
         let found = self.active.iter().find(|op| {
             let state = op.lock();
             state.header.sequence == header.sequence && state.header.kind == header.kind
@@ -821,8 +973,11 @@ impl<T: Transport> Engine<T> {
         let state = &mut *guard;
         match completion {
             // A block of a reduction counts once, when it has been sent.
-            Completion::Sent(..) => state.outstanding -= 1,
-            Completion::Received(header, message, buffer) => {
+            Completion::Sent(_, _, held) => {
+                state.outstanding -= 1;
+                state.held.extend(held);
+            }
+            Completion::Received(header, message, buffer, done) => {
                 state.outstanding -= 1;
                 let (rank, chunks, pieces) = (self.shared.rank, state.blocks.chunks, state.pieces.len());
                 let reduction = matches!(header.kind, Kind::ReduceScatter | Kind::AllReduce(_));
@@ -832,8 +987,7 @@ impl<T: Transport> Engine<T> {
                     self.try_sum(state, chunk)?;
                 } else {
                     let piece = if reduction { message.part - pieces } else { message.part };
-                    state.pieces[piece].result = Slot::Done(buffer.freeze());
-                    state.arrived.push(piece);
+                    state.deliver(piece, buffer.freeze(), done);
                 }
             }
         }
@@ -855,13 +1009,20 @@ impl<T: Transport> Engine<T> {
             let staged = state.staging.get(peer * chunks + chunk).and_then(Slot::done);
             if peer == rank { state.pieces[own].contribution.as_ref() } else { staged }
         };
+        state.pieces[own].computed.as_ref().map_or(Ok(()), |mark| self.shared.work.follow(mark))?;
         let begun = Instant::now();
-        combine(state.header, world_size, summand, &mut out)?;
-        self.shared.recorder.note(Lane::Communication, "sum", begun, Instant::now(), 0);
+        let done = self.shared.work.combine(&state.header, world_size, &summand, &mut out)?;
+        if done.is_none() {
+            self.shared.recorder.note(Lane::Communication, "sum", begun, Instant::now(), 0);
+        }
         let sum = out.freeze();
-        state.pieces[own].contribution = None;
+        if let Some(block) = state.pieces[own].contribution.take() {
+            state.hold(block, done.as_ref());
+        }
         for peer in 0..world_size {
-            state.staging[peer * chunks + chunk] = Slot::Empty;
+            if let Slot::Done(summand) = std::mem::take(&mut state.staging[peer * chunks + chunk]) {
+                state.hold(summand, done.as_ref());
+            }
         }
         state.outstanding -= 1;
         if let Kind::AllReduce(_) = state.header.kind {
@@ -871,12 +1032,12 @@ impl<T: Transport> Engine<T> {
                     &state.header,
                     Message { peer: to, part: state.pieces.len() + own },
                     sum.clone(),
+                    done.clone(),
                 )?;
                 state.outstanding += 1;
             }
         }
-        state.pieces[own].result = Slot::Done(sum);
-        state.arrived.push(own);
+        state.deliver(own, sum, done);
         Ok(())
     }
 

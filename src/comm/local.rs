@@ -5,9 +5,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::comm::host::{Completion, Control, Header, HostCommunicator, Kind, Message, Transport};
+use crate::comm::host::{
+    Completion, Control, Header, Held, HostCommunicator, HostWork, Kind, Mark, Message, Transport, Work,
+};
 use crate::comm::{Communicator, DEFAULT_DEADLINE};
-use crate::device::cpu::memory::{bytes, bytes_mut};
 use crate::device::{Cpu, Device};
 use crate::group::Group;
 use crate::memory::{Buffer, BufferMut};
@@ -128,17 +129,7 @@ impl LocalWorld {
     /// The error of the rank that failed first. A panic of a rank becomes [`Error::Panicked`]. The other ranks do not
     /// hang: what they wait for from a rank that is gone ends in [`Error::PeerLost`].
     pub fn run<R: Send>(&self, f: impl Fn(&Group) -> Result<R> + Sync) -> Result<Vec<R>> {
-        let outcomes = self.run_each(f);
-        let mut first: Option<(Instant, Error)> = None;
-        let mut values = Vec::with_capacity(outcomes.len());
-        for (at, outcome) in outcomes {
-            match outcome {
-                Ok(value) => values.push(value),
-                Err(error) if first.as_ref().is_none_or(|(earliest, _)| at < *earliest) => first = Some((at, error)),
-                Err(_) => {}
-            }
-        }
-        first.map_or(Ok(values), |(_, error)| Err(error))
+        first_failure(self.run_each(f))
     }
 
     /// Runs `f` on every rank and returns each rank's own outcome, in rank order.
@@ -151,46 +142,80 @@ impl LocalWorld {
             (0..self.world_size).collect(),
             self.link.map(|link| Arc::new(Ports::new(link, self.world_size))),
         );
-        std::thread::scope(|scope| {
-            let ranks: Vec<_> = (0..self.world_size)
-                .map(|rank| {
-                    let (board, f) = (Arc::clone(&board), &f);
-                    scope.spawn(move || self.run_rank(rank, &board, f))
-                })
-                .collect();
-            let join = |(rank, thread): (usize, std::thread::ScopedJoinHandle<'_, _>)| {
-                thread.join().unwrap_or_else(|payload| {
-                    (Instant::now(), Err(Error::Panicked { rank, message: panic_message(&*payload) }))
-                })
-            };
-            ranks.into_iter().enumerate().map(join).collect()
-        })
+        run_ranks(&board, |rank| self.place(rank, &board), f)
     }
 
-    fn run_rank<R>(
-        &self,
-        rank: usize,
-        board: &Arc<Board>,
-        f: &(impl Fn(&Group) -> Result<R> + Sync),
-    ) -> (Instant, Result<R>) {
+    /// A rank's group.
+    fn place(&self, rank: usize, board: &Arc<Board>) -> Result<Group> {
         let recorder = self.recorder.for_rank(rank);
         let device: Arc<dyn Device> = Arc::new(Cpu::with_recorder(self.threads, recorder.clone()));
-        let group = board.join(rank, Arc::clone(&device), recorder.clone(), self.deadline);
-        let outcome = group.and_then(|communicator| {
-            let group = Group::new(communicator, device, recorder);
-            catch_unwind(AssertUnwindSafe(|| f(&group))).unwrap_or_else(|payload| {
-                let message = panic_message(&*payload);
-                board.lose(rank, &format!("panicked: {message}"));
-                Err(Error::Panicked { rank, message })
-            })
-        });
-        let at = Instant::now();
-        match &outcome {
-            Ok(_) => board.lose(rank, "returned"),
-            Err(error) => board.lose(rank, &format!("failed: {error}")),
-        }
-        (at, outcome)
+        let seat = Seat { device: Arc::clone(&device), work: Arc::new(HostWork), recorder: recorder.clone() };
+        Ok(Group::new(board.join(rank, seat, self.deadline)?, device, recorder))
     }
+}
+
+/// What each rank returned and when, in rank order.
+pub(crate) type Outcomes<R> = Vec<(Instant, Result<R>)>;
+
+/// What all returned, or the error of the rank that failed first.
+pub(crate) fn first_failure<R>(outcomes: Outcomes<R>) -> Result<Vec<R>> {
+    let mut first: Option<(Instant, Error)> = None;
+    let mut values = Vec::with_capacity(outcomes.len());
+    for (at, outcome) in outcomes {
+        match outcome {
+            Ok(value) => values.push(value),
+            Err(error) if first.as_ref().is_none_or(|(earliest, _)| at < *earliest) => first = Some((at, error)),
+            Err(_) => {}
+        }
+    }
+    first.map_or(Ok(values), |(_, error)| Err(error))
+}
+
+/// Runs `f` on every rank of the board, each in its own thread, with the group that `place` makes there.
+pub(crate) fn run_ranks<R: Send>(
+    board: &Arc<Board>,
+    place: impl Fn(usize) -> Result<Group> + Sync,
+    f: impl Fn(&Group) -> Result<R> + Sync,
+) -> Outcomes<R> {
+    let (place, f) = (&place, &f);
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> =
+            (0..board.members.len()).map(|rank| scope.spawn(move || run_rank(rank, board, place, f))).collect();
+        let join = |(rank, thread): (usize, std::thread::ScopedJoinHandle<'_, _>)| {
+            thread.join().unwrap_or_else(|payload| {
+                (Instant::now(), Err(Error::Panicked { rank, message: panic_message(&*payload) }))
+            })
+        };
+        ranks.into_iter().enumerate().map(join).collect()
+    })
+}
+
+fn run_rank<R>(
+    rank: usize,
+    board: &Arc<Board>,
+    place: &(impl Fn(usize) -> Result<Group> + Sync),
+    f: &(impl Fn(&Group) -> Result<R> + Sync),
+) -> (Instant, Result<R>) {
+    let group = place(rank);
+    let outcome = group.and_then(|group| {
+        let run = || {
+            let value = f(&group)?;
+            // What is still queued may fail, and is needed by nobody else then.
+            group.device().synchronize()?;
+            Ok(value)
+        };
+        catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|payload| {
+            let message = panic_message(&*payload);
+            board.lose(rank, &format!("panicked: {message}"));
+            Err(Error::Panicked { rank, message })
+        })
+    });
+    let at = Instant::now();
+    match &outcome {
+        Ok(_) => board.lose(rank, "returned"),
+        Err(error) => board.lose(rank, &format!("failed: {error}")),
+    }
+    (at, outcome)
 }
 
 fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
@@ -198,9 +223,17 @@ fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
     text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
 }
 
+/// What a rank brings to a board.
+#[derive(Debug, Clone)]
+pub(crate) struct Seat {
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) work: Arc<dyn Work>,
+    pub(crate) recorder: Recorder,
+}
+
 /// What the ranks of one group share.
 #[derive(Debug)]
-struct Board {
+pub(crate) struct Board {
     /// The ranks' numbers within the world.
     members: Vec<usize>,
     state: Mutex<Posted>,
@@ -214,7 +247,7 @@ struct Posted {
     /// Messages for each rank that it has not taken yet.
     mail: Vec<Vec<Letter>>,
     /// Messages of each rank that have been taken.
-    taken: Vec<Vec<(Header, Message)>>,
+    taken: Vec<Vec<(Header, Message, Option<Held>)>>,
     /// The latest operations of each rank.
     announced: Vec<VecDeque<Header>>,
     /// Ranks that will never call again, and why.
@@ -231,18 +264,20 @@ struct Letter {
     header: Header,
     part: usize,
     data: Buffer,
+    /// When the data is there.
+    after: Option<Mark>,
 }
 
 /// Why the group ended.
 #[derive(Debug, Clone)]
-enum Failure {
+pub(crate) enum Failure {
     Mismatch((usize, Header), (usize, Header)),
     Other(Error),
 }
 
 impl Failure {
     /// The failure as `rank` sees it.
-    fn seen_by(&self, rank: usize) -> Error {
+    pub(crate) fn seen_by(&self, rank: usize) -> Error {
         let differ = |ours: &Header, (peer, theirs): &(usize, Header)| Error::Mismatch {
             rank,
             peer: *peer,
@@ -277,6 +312,12 @@ impl Board {
     /// Operations of each rank that are remembered for comparison.
     const REMEMBERED: usize = 64;
 
+    /// A board of an engine that does not model links.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn of(world_size: usize) -> Arc<Self> {
+        Self::new((0..world_size).collect(), None)
+    }
+
     fn new(members: Vec<usize>, ports: Option<Arc<Ports>>) -> Arc<Self> {
         let count = members.len();
         Arc::new(Self {
@@ -300,29 +341,25 @@ impl Board {
     }
 
     /// This rank's communicator.
-    fn join(
-        self: &Arc<Self>,
-        rank: usize,
-        device: Arc<dyn Device>,
-        recorder: Recorder,
-        deadline: Duration,
-    ) -> Result<Arc<dyn Communicator>> {
+    pub(crate) fn join(self: &Arc<Self>, rank: usize, seat: Seat, deadline: Duration) -> Result<Arc<dyn Communicator>> {
         let transport = LocalTransport {
             board: Arc::clone(self),
             rank,
             wanted: Vec::new(),
             transit: Vec::new(),
-            recorder: recorder.clone(),
+            work: Arc::clone(&seat.work),
+            recorder: seat.recorder.clone(),
         };
-        let control = LocalControl {
-            board: Arc::clone(self),
+        let control = LocalControl { board: Arc::clone(self), rank, seat: seat.clone(), deadline };
+        let communicator = HostCommunicator::with_work(
             rank,
-            device: Arc::clone(&device),
-            recorder: recorder.clone(),
-            deadline,
-        };
-        let communicator =
-            HostCommunicator::new(rank, self.members.len(), device, transport, Arc::new(control), recorder)?;
+            self.members.len(),
+            seat.device,
+            transport,
+            Arc::new(control),
+            seat.work,
+            seat.recorder,
+        )?;
         communicator.set_deadline(deadline);
         Ok(Arc::new(communicator))
     }
@@ -332,8 +369,63 @@ impl Board {
         self.changed[rank].notify_one();
     }
 
+    /// `rank` starts an operation: fails where another rank's operation of the same number differs.
+    pub(crate) fn announce(&self, rank: usize, header: &Header) -> Result<()> {
+        let mut state = self.lock();
+        if let Some(failure) = &state.failure {
+            return Err(failure.seen_by(rank));
+        }
+        let ring = &mut state.announced[rank];
+        if ring.len() == Board::REMEMBERED {
+            ring.pop_front();
+        }
+        ring.push_back(*header);
+        if header.is_pairwise() {
+            return Ok(());
+        }
+        let differs =
+            |theirs: &&Header| !theirs.is_pairwise() && theirs.sequence == header.sequence && *theirs != header;
+        let other = state
+            .announced
+            .iter()
+            .enumerate()
+            .find_map(|(peer, ring)| ring.iter().find(differs).map(|theirs| (peer, *theirs)));
+        drop(state);
+        if let Some(other) = other {
+            let failure = Failure::Mismatch((rank, *header), other);
+            let error = failure.seen_by(rank);
+            self.fail(failure);
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// Which ranks have not come to the operation of `from`, and what they were last seen doing.
+    pub(crate) fn missing(&self, from: usize, header: &Header) -> String {
+        let state = self.lock();
+        let describe = |rank: usize| {
+            let collective = |seen: &&Header| seen.is_pairwise() == header.is_pairwise();
+            match state.announced[rank].iter().rev().find(collective) {
+                _ if state.lost[rank].is_some() => {
+                    Some(format!("rank {rank} (lost: {})", state.lost[rank].as_deref().unwrap_or_default()))
+                }
+                None => Some(format!("rank {rank} (has called nothing yet)")),
+                Some(seen) if seen.sequence < header.sequence => {
+                    Some(format!("rank {rank} (last called {seen} #{})", seen.sequence))
+                }
+                Some(_) => None,
+            }
+        };
+        let concerned = |rank: &usize| match header.kind {
+            Kind::Send { to: peer } | Kind::Receive { from: peer } => *rank == peer,
+            _ => *rank != from,
+        };
+        let missing: Vec<_> = (0..self.members.len()).filter(concerned).filter_map(describe).collect();
+        if missing.is_empty() { "data under way, all ranks have called it".into() } else { missing.join(", ") }
+    }
+
     /// Ends the group, and those split off it, for everybody. The first failure stays.
-    fn fail(&self, failure: Failure) {
+    pub(crate) fn fail(&self, failure: Failure) {
         let mut state = self.lock();
         let failure = state.failure.get_or_insert(failure).clone();
         (0..self.members.len()).for_each(|rank| self.wake(&mut state, rank));
@@ -343,7 +435,7 @@ impl Board {
     }
 
     /// `rank` will not call again.
-    fn lose(&self, rank: usize, reason: &str) {
+    pub(crate) fn lose(&self, rank: usize, reason: &str) {
         let mut state = self.lock();
         state.lost[rank].get_or_insert_with(|| reason.to_string());
         (0..self.members.len()).for_each(|rank| self.wake(&mut state, rank));
@@ -397,6 +489,7 @@ struct LocalTransport {
     rank: usize,
     wanted: Vec<Wanted>,
     transit: Vec<Transit>,
+    work: Arc<dyn Work>,
     recorder: Recorder,
 }
 
@@ -417,6 +510,7 @@ struct Transit {
     departure: Instant,
     arrival: Instant,
     copied: bool,
+    done: Option<Mark>,
 }
 
 impl LocalTransport {
@@ -450,7 +544,8 @@ impl LocalTransport {
                 }
                 None => (now, now),
             };
-            self.transit.push(Transit { header, message, letter, into, departure, arrival, copied: false });
+            let copied = false;
+            self.transit.push(Transit { header, message, letter, into, departure, arrival, copied, done: None });
         }
         Ok(())
     }
@@ -476,9 +571,10 @@ impl LocalTransport {
     }
 
     /// Copies what has departed, and hands over what has arrived.
-    fn deliver(&mut self, done: &mut Vec<Completion>) -> Result<()> {
+    fn deliver(&mut self, completed: &mut Vec<Completion>) -> Result<()> {
         for transit in self.transit.iter_mut().filter(|transit| !transit.copied) {
-            bytes_mut(&mut transit.into)?.copy_from_slice(bytes(&transit.letter.data)?);
+            transit.letter.after.as_ref().map_or(Ok(()), |mark| self.work.follow(mark))?;
+            transit.done = self.work.copy(&transit.letter.data, &mut transit.into)?;
             transit.copied = true;
             if self.board.ports.is_none() {
                 transit.arrival = Instant::now();
@@ -491,17 +587,19 @@ impl LocalTransport {
                 index += 1;
                 continue;
             }
-            let Transit { header, message, letter, into, departure, arrival, .. } = self.transit.remove(index);
-            self.recorder.note(Lane::Communication, header.kind.name(), departure, arrival, into.len() as u64);
-            let receipt = (letter.header, Message { peer: self.rank, part: letter.part });
-            let from = letter.from;
-            // The sender's buffer must be let go before it is told.
-            drop(letter);
+            let Transit { header, message, letter, into, departure, arrival, done, .. } = self.transit.remove(index);
+            if done.is_none() {
+                self.recorder.note(Lane::Communication, header.kind.name(), departure, arrival, into.len() as u64);
+            }
+            let Letter { from, header: sent, part, data, .. } = letter;
+            // The sender's buffer must be let go before it is told, or given back.
+            let held = done.as_ref().map(|mark| (data, Arc::clone(mark)));
+            let receipt = (sent, Message { peer: self.rank, part }, held);
             let mut state = self.board.lock();
             state.taken[from].push(receipt);
             self.board.wake(&mut state, from);
             drop(state);
-            done.push(Completion::Received(header, message, into));
+            completed.push(Completion::Received(header, message, into, done));
         }
         Ok(())
     }
@@ -509,38 +607,12 @@ impl LocalTransport {
 
 impl Transport for LocalTransport {
     fn announce(&mut self, header: &Header) -> Result<()> {
-        let mut state = self.board.lock();
-        if let Some(failure) = &state.failure {
-            return Err(failure.seen_by(self.rank));
-        }
-        let ring = &mut state.announced[self.rank];
-        if ring.len() == Board::REMEMBERED {
-            ring.pop_front();
-        }
-        ring.push_back(*header);
-        if header.is_pairwise() {
-            return Ok(());
-        }
-        let differs =
-            |theirs: &&Header| !theirs.is_pairwise() && theirs.sequence == header.sequence && *theirs != header;
-        let other = state
-            .announced
-            .iter()
-            .enumerate()
-            .find_map(|(peer, ring)| ring.iter().find(differs).map(|theirs| (peer, *theirs)));
-        drop(state);
-        if let Some(other) = other {
-            let failure = Failure::Mismatch((self.rank, *header), other);
-            let error = failure.seen_by(self.rank);
-            self.board.fail(failure);
-            return Err(error);
-        }
-        Ok(())
+        self.board.announce(self.rank, header)
     }
 
-    fn send(&mut self, header: &Header, message: Message, data: Buffer) -> Result<()> {
+    fn send(&mut self, header: &Header, message: Message, data: Buffer, after: Option<Mark>) -> Result<()> {
         let mut state = self.board.lock();
-        let letter = Letter { from: self.rank, header: *header, part: message.part, data };
+        let letter = Letter { from: self.rank, header: *header, part: message.part, data, after };
         state.mail[message.peer].push(letter);
         self.board.wake(&mut state, message.peer);
         Ok(())
@@ -559,7 +631,8 @@ impl Transport for LocalTransport {
             if let Some(failure) = &state.failure {
                 return Err(failure.seen_by(self.rank));
             }
-            done.extend(state.taken[self.rank].drain(..).map(|(header, message)| Completion::Sent(header, message)));
+            let receipts = state.taken[self.rank].drain(..);
+            done.extend(receipts.map(|(header, message, held)| Completion::Sent(header, message, held)));
             let woken = std::mem::take(&mut state.woken[self.rank]);
             let now = Instant::now();
             if self.transit.iter().any(|transit| !transit.copied || transit.arrival <= now) {
@@ -593,8 +666,7 @@ impl Transport for LocalTransport {
 struct LocalControl {
     board: Arc<Board>,
     rank: usize,
-    device: Arc<dyn Device>,
-    recorder: Recorder,
+    seat: Seat,
     deadline: Duration,
 }
 
@@ -604,26 +676,7 @@ impl Control for LocalControl {
     }
 
     fn missing(&self, header: &Header) -> String {
-        let state = self.board.lock();
-        let describe = |rank: usize| {
-            let collective = |seen: &&Header| seen.is_pairwise() == header.is_pairwise();
-            match state.announced[rank].iter().rev().find(collective) {
-                _ if state.lost[rank].is_some() => {
-                    Some(format!("rank {rank} (lost: {})", state.lost[rank].as_deref().unwrap_or_default()))
-                }
-                None => Some(format!("rank {rank} (has called nothing yet)")),
-                Some(seen) if seen.sequence < header.sequence => {
-                    Some(format!("rank {rank} (last called {seen} #{})", seen.sequence))
-                }
-                Some(_) => None,
-            }
-        };
-        let concerned = |rank: &usize| match header.kind {
-            Kind::Send { to: peer } | Kind::Receive { from: peer } => *rank == peer,
-            _ => *rank != self.rank,
-        };
-        let missing: Vec<_> = (0..self.board.members.len()).filter(concerned).filter_map(describe).collect();
-        if missing.is_empty() { "data under way, all ranks have called it".into() } else { missing.join(", ") }
+        self.board.missing(self.rank, header)
     }
 
     fn close(&self, error: &Error) {
@@ -650,7 +703,7 @@ impl Control for LocalControl {
             .or_insert_with(|| Board::new(world_ranks(), self.board.ports.clone()));
         let child = Arc::clone(child);
         drop(state);
-        child.join(rank, Arc::clone(&self.device), self.recorder.clone(), self.deadline).map(Some)
+        child.join(rank, self.seat.clone(), self.deadline).map(Some)
     }
 }
 

@@ -178,8 +178,8 @@ fn layers(criterion: &mut Criterion) {
         for (direction, products) in [("forward", 1), ("backward", 2)] {
             group.throughput(Throughput::Elements(products * flops));
             for mode in [LinearMode::AllReduce, LinearMode::ReduceScatter] {
-                for overlap in [Overlap::Blocking, Overlap::Async] {
-                    let id = BenchmarkId::new(direction, format!("{mode:?} {overlap:?}"));
+                for overlap in [Overlap::Blocking, Overlap::Async, Overlap::Pipelined { chunks: 0 }] {
+                    let id = BenchmarkId::new(direction, format!("{mode:?} {overlap}"));
                     group.bench_function(id, |bencher| {
                         bencher.iter_custom(|n| {
                             on_ranks(&world, n, |group| Ok(step!(group, &shape, mode, overlap, rows, products == 2)))

@@ -77,7 +77,7 @@ impl Matmul<'_> {
         let fits = k == k_b
             && self.a.buffer.len() == m * k * size
             && self.b.buffer.len() == k * n * size
-            && self.out_offset % self.out_dtype.size() == 0
+            && self.out_offset.is_multiple_of(self.out_dtype.size())
             && self.out_offset.checked_add(m * n * self.out_dtype.size()).is_some_and(|end| end <= self.out.len())
             && self.bias.is_none_or(|bias| bias.len() == n * size && !self.accumulate)
             && (self.out_dtype == self.dtype || self.out_dtype == self.dtype.accumulator());

@@ -31,7 +31,7 @@ impl ShardLayout {
     /// # Errors
     /// [`Error::NotDivisible`] with `what` where `world_size` does not divide `total`, or is 0.
     pub fn even(what: &'static str, total: usize, world_size: usize) -> Result<Self> {
-        if world_size == 0 || total % world_size != 0 {
+        if world_size == 0 || !total.is_multiple_of(world_size) {
             return Err(Error::NotDivisible { what, value: total, by: world_size });
         }
         Ok(Self { total, world_size, together: 1 })

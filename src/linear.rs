@@ -6,8 +6,10 @@ pub(crate) mod init;
 mod reduce;
 pub(crate) mod row;
 
+use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::comm::Blocks;
@@ -52,6 +54,38 @@ pub enum Overlap {
         /// them too small to be worth a product of its own.
         chunks: usize,
     },
+}
+
+impl fmt::Display for Overlap {
+    /// `blocking`, `async`, `pipelined`, or `pipelined:3` for three pieces a rank.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Overlap::Blocking => f.pad("blocking"),
+            Overlap::Async => f.pad("async"),
+            Overlap::Pipelined { chunks: 0 } => f.pad("pipelined"),
+            Overlap::Pipelined { chunks } => f.pad(&format!("pipelined:{chunks}")),
+        }
+    }
+}
+
+impl FromStr for Overlap {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let chunks = |text: &str| text.parse().ok().map(|chunks| Overlap::Pipelined { chunks });
+        let overlap = match text.split_once(':') {
+            None if text == "blocking" => Some(Overlap::Blocking),
+            None if text == "async" => Some(Overlap::Async),
+            None if text == "pipelined" => chunks("0"),
+            Some(("pipelined", count)) => chunks(count),
+            _ => None,
+        };
+        overlap.ok_or_else(|| Error::Argument {
+            what: "overlap",
+            got: format!("{text:?}"),
+            wanted: "blocking, async, pipelined or pipelined:CHUNKS".into(),
+        })
+    }
 }
 
 /// The sizes and options of a linear layer.
@@ -366,14 +400,21 @@ impl<T: Float> Shard<T> {
         if self.group.world_size() == 1 { Overlap::Blocking } else { self.config.overlap }
     }
 
-    /// Cuts each rank's block into the pieces that the overlap asks for.
-    fn cut(&self, blocks: Blocks) -> Blocks {
+    /// The overlap that is used for the given rows, with the number of chunks that is.
+    fn schedule(&self, rows: ShardLayout) -> Overlap {
         match self.overlap() {
             Overlap::Pipelined { chunks: 0 } => {
                 let wanted = 8usize.div_ceil(self.group.world_size());
-                let most = blocks.layout.largest() / self.group.device().rows_worth_a_product();
-                blocks.in_chunks(wanted.min(most))
+                let most = rows.largest() / self.group.device().rows_worth_a_product();
+                Overlap::Pipelined { chunks: wanted.min(most).max(1) }
             }
+            overlap => overlap,
+        }
+    }
+
+    /// Cuts each rank's block into the pieces that the overlap asks for.
+    fn cut(&self, blocks: Blocks) -> Blocks {
+        match self.schedule(blocks.layout) {
             Overlap::Pipelined { chunks } => blocks.in_chunks(chunks),
             _ => blocks,
         }
@@ -535,6 +576,15 @@ macro_rules! common_methods {
         /// The layer's options.
         pub fn config(&self) -> &LinearConfig {
             &self.shard.config
+        }
+
+        /// The overlap that is used for inputs of `rows` rows over all ranks: one rank has nothing to overlap, and where the
+        /// number of chunks is left to the layer, this tells it.
+        ///
+        /// # Errors
+        /// As [`ShardLayout::uneven`].
+        pub fn schedule(&self, rows: usize) -> Result<crate::Overlap> {
+            Ok(self.shard.schedule(ShardLayout::uneven(rows, self.shard.group.world_size())?))
         }
 
         /// The weight and its gradient: this rank's shard.

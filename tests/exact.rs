@@ -11,7 +11,8 @@ use half::{bf16, f16};
 fn specs(world_size: usize) -> Vec<Spec> {
     let n = world_size;
     // (leading, middle, in, out, chunks of the sharded dimension): odd sizes, one row a rank, three to five dimensions.
-    let sizes: [(usize, &[usize], usize, usize, Vec<usize>); 4] = [
+    type Sizes<'a> = (usize, &'a [usize], usize, usize, Vec<usize>);
+    let sizes: [Sizes<'_>; 4] = [
         (n, &[], n, n, vec![]),
         (3 * n, &[], 5 * n, 3 * n, vec![]),
         (n, &[2, 3], 4 * n, 4 * n, vec![3 * n, n]),

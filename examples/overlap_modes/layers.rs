@@ -144,6 +144,14 @@ impl<T: Float> Bench<T> {
         }
     }
 
+    /// The overlap as it is carried out.
+    pub fn schedule(&self) -> Result<Overlap> {
+        match &self.layer {
+            Layer::Column(layer) => layer.schedule(self.problem.rows),
+            Layer::Row(layer) => layer.schedule(self.problem.rows),
+        }
+    }
+
     pub fn weight(&self) -> Tensor<T> {
         match &self.layer {
             Layer::Column(layer) => layer.weight().value(),

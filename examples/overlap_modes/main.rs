@@ -19,7 +19,7 @@ use layers::{Bench, Data, Kind, Problem};
 use measure::{Parts, parts, timed};
 use options::{HELP, LinkChoice, Options};
 
-const OVERLAPS: [Overlap; 2] = [Overlap::Blocking, Overlap::Async];
+const OVERLAPS: [Overlap; 3] = [Overlap::Blocking, Overlap::Async, Overlap::Pipelined { chunks: 0 }];
 
 fn main() -> ExitCode {
     let options = match Options::from_args() {
@@ -175,6 +175,7 @@ fn measure_all<T: Float>(group: &Group, options: &Options, problems: &[(Problem,
                     speedup: baseline / time,
                 };
                 let n = group.world_size();
+                let schedule = bench.schedule()?;
                 table.push(Row {
                     kind: problem.kind,
                     mode,
@@ -183,14 +184,14 @@ fn measure_all<T: Float>(group: &Group, options: &Options, problems: &[(Problem,
                         median(&mut times[0]),
                         alone.forward,
                         alone.forward_communication,
-                        alone.forward_bound(problem.kind, mode, bench.overlap, n),
+                        alone.forward_bound(problem.kind, mode, schedule, n),
                         baseline[0],
                     ),
                     backward: pass(
                         median(&mut times[1]),
                         alone.backward(),
                         alone.backward_communication(),
-                        alone.backward_bound(problem.kind, mode, bench.overlap, n),
+                        alone.backward_bound(problem.kind, mode, schedule, n),
                         baseline[1],
                     ),
                     max_error: worst_of_ranks(group, error)?,
@@ -250,11 +251,11 @@ fn write_timelines(options: &Options, recorded: &[(Kind, Overlap, Vec<Span>)]) -
         let name = format!("{kind:?}").to_lowercase();
         let of_kind: Vec<_> = recorded.iter().filter(|(recorded, ..)| *recorded == kind).collect();
         for (_, overlap, spans) in &of_kind {
-            write(format!("{name}_{overlap:?}.json").to_lowercase(), timeline::chrome_json(spans))?;
+            write(format!("{name}_{overlap}.json"), timeline::chrome_json(spans))?;
         }
         let titled: Vec<(String, &[Span])> = of_kind
             .iter()
-            .map(|(_, overlap, spans)| (format!("{kind:?} linear, ReduceScatter, {overlap:?}"), &spans[..]))
+            .map(|(_, overlap, spans)| (format!("{kind:?} linear, ReduceScatter, {overlap}"), &spans[..]))
             .collect();
         let titled: Vec<(&str, &[Span])> = titled.iter().map(|(title, spans)| (title.as_str(), *spans)).collect();
         write(format!("{name}.svg"), timeline::stacked(&titled))?;
@@ -304,7 +305,7 @@ fn print_table(table: &[Row], options: &Options, world: &LocalWorld) {
             "{:6} {:13} {:9} | {} | {} | {:.1e}",
             format!("{:?}", row.kind),
             format!("{:?}", row.mode),
-            format!("{:?}", row.overlap),
+            row.overlap,
             pass(&row.forward),
             pass(&row.backward),
             row.max_error
@@ -334,7 +335,7 @@ fn json(row: &Row, ranks: usize) -> String {
             LinearMode::AllReduce => "all_reduce",
             LinearMode::ReduceScatter => "reduce_scatter",
         },
-        format!("{:?}", row.overlap).to_lowercase(),
+        row.overlap,
         pass("forward", &row.forward),
         pass("backward", &row.backward),
         row.max_error

@@ -45,32 +45,44 @@ impl Parts {
     }
 
     /// The least that a forward pass can take: what its schedule does one after the other.
-    pub fn forward_bound(&self, kind: Kind, mode: LinearMode, overlap: Overlap, ranks: usize) -> f64 {
+    pub fn forward_bound(&self, kind: Kind, mode: LinearMode, schedule: Overlap, ranks: usize) -> f64 {
         let (compute, communication) = (self.forward, self.forward_communication);
         let own = compute / ranks as f64;
-        match (kind, mode, overlap) {
+        match (kind, mode, schedule) {
             _ if communication == 0.0 => compute,
-            (_, _, Overlap::Blocking) => compute + communication,
-            // Own rows under the gather, or under the journey of the others' blocks.
-            (_, LinearMode::ReduceScatter, _) => communication.max(own) + compute - own,
+            // The last piece's product comes after the gather; the first piece's before the reduction.
+            (_, LinearMode::ReduceScatter, Overlap::Pipelined { chunks }) => {
+                compute.max(communication + own / chunks as f64)
+            }
+            // The own block, computed last, is summed and gathered piece by piece.
+            (_, LinearMode::AllReduce, Overlap::Pipelined { chunks }) => {
+                let (piece, gather) = (own / chunks as f64, communication / 2.0);
+                (piece + communication).max(compute - own + piece + gather).max(compute + gather / chunks as f64)
+            }
+            (_, LinearMode::ReduceScatter, Overlap::Async) => communication.max(own) + compute - own,
             // Two halves of the rows: the first is reduced while the second is multiplied.
-            (_, LinearMode::AllReduce, _) => {
+            (_, LinearMode::AllReduce, Overlap::Async) => {
                 compute / 2.0 + (communication / 2.0).max(compute / 2.0) + communication / 2.0
             }
+            _ => compute + communication,
         }
     }
 
     /// The same of a backward pass.
-    pub fn backward_bound(&self, kind: Kind, mode: LinearMode, overlap: Overlap, ranks: usize) -> f64 {
+    pub fn backward_bound(&self, kind: Kind, mode: LinearMode, schedule: Overlap, ranks: usize) -> f64 {
         let Parts { input_grad, weight_grad, gather, reduce, .. } = *self;
-        match (kind, mode, overlap) {
-            (_, _, Overlap::Blocking) => input_grad + weight_grad + gather + reduce,
-            (Kind::Column, ..) => gather.max(input_grad) + reduce.max(weight_grad),
-            (Kind::Row, LinearMode::ReduceScatter, _) => {
-                let own = (input_grad + weight_grad) / ranks as f64;
-                gather.max(own) + input_grad + weight_grad - own
+        let (compute, own) = (input_grad + weight_grad, (input_grad + weight_grad) / ranks as f64);
+        match (kind, mode, schedule) {
+            (Kind::Row, LinearMode::AllReduce, _) => compute,
+            (Kind::Row, _, Overlap::Pipelined { chunks }) => compute.max(gather + own / chunks as f64),
+            (Kind::Row, _, Overlap::Async) => gather.max(own) + compute - own,
+            // The gather, if there is one, keeps the link busy until the first piece of the gradient can leave.
+            (Kind::Column, _, Overlap::Pipelined { chunks }) => {
+                let first = input_grad / (ranks * chunks) as f64;
+                compute.max(gather.max(first) + reduce)
             }
-            (Kind::Row, LinearMode::AllReduce, _) => input_grad + weight_grad,
+            (Kind::Column, _, Overlap::Async) => gather.max(input_grad) + reduce.max(weight_grad),
+            _ => compute + gather + reduce,
         }
     }
 }

@@ -9,9 +9,9 @@ Compares the modes and overlaps of tensor-parallel linear layers, checks them ag
 their timelines.
 
   --ranks N              ranks, each a thread [4]
-  --rows N               rows of the whole input [1024]
+  --rows N               rows of the whole input [2048]
   --in-features N        of the column layer; the row layer goes back [1024]
-  --out-features N       of the column layer [4096]
+  --out-features N       of the column layer [8192]
   --dtype T              f32, f64, bf16 or f16 [f32]
   --link GBIT[:LAT_US]   a modelled link of GBIT Gbit/s each way and rank, and LAT_US microseconds [balanced]
          balanced        as fast as makes the column layer's gather take as long as its matmul
@@ -47,9 +47,9 @@ impl Options {
         use lexopt::prelude::*;
         let mut options = Self {
             ranks: 4,
-            rows: 1024,
+            rows: 2048,
             in_features: 1024,
-            out_features: 4096,
+            out_features: 8192,
             dtype: DType::F32,
             link: LinkChoice::Balanced,
             repeat: 5,

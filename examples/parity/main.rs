@@ -20,7 +20,7 @@ fn main() -> ExitCode {
     let (paths, overlaps) = match arguments() {
         Ok(arguments) => arguments,
         Err(error) => {
-            eprintln!("{error}\nusage: parity FILE_OR_DIR... [--overlap blocking|async]...");
+            eprintln!("{error}\nusage: parity FILE_OR_DIR... [--overlap blocking|async|pipelined[:CHUNKS]]...");
             return ExitCode::from(2);
         }
     };
@@ -68,11 +68,7 @@ fn arguments() -> Result<(Vec<PathBuf>, Vec<Overlap>), lexopt::Error> {
     while let Some(argument) = parser.next()? {
         match argument {
             Value(path) => paths.push(path.into()),
-            Long("overlap") => match parser.value()?.to_str() {
-                Some("blocking") => overlaps.push(Overlap::Blocking),
-                Some("async") => overlaps.push(Overlap::Async),
-                other => return Err(format!("--overlap is {other:?}, wanted blocking or async").into()),
-            },
+            Long("overlap") => overlaps.push(parser.value()?.parse()?),
             _ => return Err(argument.unexpected()),
         }
     }
@@ -80,7 +76,8 @@ fn arguments() -> Result<(Vec<PathBuf>, Vec<Overlap>), lexopt::Error> {
         return Err("no file or directory given".into());
     }
     if overlaps.is_empty() {
-        overlaps = vec![Overlap::Blocking, Overlap::Async];
+        overlaps =
+            vec![Overlap::Blocking, Overlap::Async, Overlap::Pipelined { chunks: 0 }, Overlap::Pipelined { chunks: 3 }];
     }
     Ok((paths, overlaps))
 }

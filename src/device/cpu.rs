@@ -155,7 +155,7 @@ impl Device for Cpu {
 
 /// The elements of `rows`, which must be whole rows of `width` bytes.
 fn whole_rows<T: bytemuck::Pod>(rows: &mut BufferMut, width: usize) -> Result<&mut [T]> {
-    if width == 0 || rows.len() % width != 0 {
+    if width == 0 || !rows.len().is_multiple_of(width) {
         return Err(not_whole_rows(rows.len(), width));
     }
     elements_mut(rows)

@@ -33,6 +33,7 @@
 //! ```
 
 use std::borrow::Borrow;
+use std::ops::Range;
 
 use super::gather::{Gathering, Order};
 use super::reduce::sum_rows;
@@ -124,7 +125,8 @@ impl<T: Float> TensorParallelColumnLinear<T> {
         } else {
             // All ranks' rows: this rank's own while the others travel, then those before and after them.
             let gathering = Gathering::start(shard, rows, shard.in_features, input.buffer())?;
-            Some(gathering.for_each(shard.overlap().into(), |rows, x| multiply(rows.start, x, &mut outputs))?)
+            let product = |rows: Range<usize>, x: &_| multiply(rows.start, x, &mut outputs);
+            Some(gathering.for_each(shard.overlap().into(), product, |_, _| Ok(()))?)
         };
 
         let keep = gathered.filter(|_| !shard.config.recompute_all_gather);
@@ -201,12 +203,13 @@ impl<T: Float> TensorParallelColumnLinear<T> {
         for (layer, dy) in layers.iter().zip(grad_outputs) {
             layer.shard.add_bias_grad(dy.buffer())?;
         }
-        gathering.for_each(order, |rows, x| {
+        let add_weight_grads = |rows: Range<usize>, x: &_| {
             layers.iter().zip(grad_outputs).try_for_each(|(layer, dy)| {
                 let dy = layer.shard.slice(dy.buffer(), rows.clone(), layer.shard.out_features)?;
                 layer.shard.add_weight_grad(&dy, x)
             })
-        })?;
+        };
+        gathering.for_each(order, |_, _| Ok(()), add_weight_grads)?;
         Ok(shard.tensor(sum.wait()?, *saved.input.shape(), shard.column_input()))
     }
 }

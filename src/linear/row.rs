@@ -32,6 +32,7 @@
 //! ```
 
 use std::borrow::Borrow;
+use std::ops::Range;
 
 use super::gather::Gathering;
 use super::reduce::sum_rows;
@@ -118,10 +119,10 @@ impl<T: Float> TensorParallelRowLinear<T> {
         } else {
             Gathering::start(shard, rows, shard.out_features, own)?
         };
-        let dy = gathering.for_each(shard.overlap().into(), |rows, dy| {
-            shard.multiply_back(dy, &mut dx, rows.start, T::DTYPE, false)?;
-            shard.add_weight_grad(dy, &shard.slice(x, rows, shard.in_features)?)
-        })?;
+        let product = |rows: Range<usize>, dy: &_| shard.multiply_back(dy, &mut dx, rows.start, T::DTYPE, false);
+        let add_weight_grad =
+            |rows: Range<usize>, dy: &_| shard.add_weight_grad(dy, &shard.slice(x, rows, shard.in_features)?);
+        let dy = gathering.for_each(shard.overlap().into(), product, add_weight_grad)?;
 
         shard.add_bias_grad(&dy)?;
         Ok(shard.tensor(dx.freeze(), *saved.input.shape(), Placement::Features))

@@ -1,12 +1,16 @@
-//! Matrix products on the CPU, through `gemmkit`.
+//! Matrix products on the CPU, through `gemmkit` (or a BLAS, with the feature `blas`).
 //!
-//! f32 and f64 go to the crate as they stand: operands and result are strided views, so that no copy and no transpose
-//! is ever made. 16-bit operands are widened to f32 a block at a time and multiplied as f32, which is both faster on
+//! f32 and f64 go to the crate as they stand: no copy and no transpose is ever made. 16-bit operands are widened to f32 a block at a time and multiplied as f32, which is both faster on
 //! CPUs without matrix units than their 16-bit instructions and exact in the products; the result is rounded once.
 
-use std::sync::Once;
+#[cfg(feature = "blas")]
+#[path = "blas.rs"]
+mod gemm;
+#[cfg(not(feature = "blas"))]
+#[path = "gemmkit.rs"]
+mod gemm;
 
-use gemmkit::{Bias, MatMut, MatRef, Parallelism, Workspace, gemm_fused_with};
+use gemm::{Gemm, Workspace, gemm};
 
 use super::kernels::{Accumulate, Convert};
 use super::memory::{elements, elements_mut};
@@ -29,29 +33,33 @@ const BLOCK_M: usize = 256;
 const BLOCK_N: usize = 512;
 const BLOCK_K: usize = 4096;
 
-/// Makes `gemmkit` pack operands from 256 rows on. Its own thresholds (2048 and 1024) read the operands in place below
-/// that, which on AVX2 machines halves the speed of the gradients' products (35 against 75 GFLOP/s at 512×2048×2048).
-/// Environment variables of the crate, where set, win.
-fn tune() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        if std::env::var_os("GEMMKIT_RHS_PACK_THRESHOLD").is_none() {
-            gemmkit::tuning::set_rhs_pack_threshold(256);
-        }
-        if std::env::var_os("GEMMKIT_LHS_PACK_THRESHOLD").is_none() {
-            gemmkit::tuning::set_lhs_pack_threshold(256);
-        }
-    });
+/// A row-major matrix, used as it stands or as its transpose.
+#[derive(Clone, Copy)]
+struct Operand<'a, T> {
+    data: &'a [T],
+    /// Rows and columns as stored.
+    rows: usize,
+    columns: usize,
+    transposed: bool,
 }
 
-fn parallelism(threads: usize) -> Parallelism {
-    if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::Serial }
+impl<T> Operand<'_, T> {
+    /// Rows and columns as the product sees them.
+    fn size(&self) -> (usize, usize) {
+        if self.transposed { (self.columns, self.rows) } else { (self.rows, self.columns) }
+    }
 }
 
 /// Runs a checked product with `threads` threads.
 pub(crate) fn matmul(matmul: &mut Matmul<'_>, threads: usize, scratch: &mut Scratch) -> Result<()> {
-    tune();
     let (m, k, n) = matmul.check()?;
+    if m.max(k).max(n) > gemm::LARGEST {
+        return Err(crate::Error::Argument {
+            what: "matmul",
+            got: format!("{m} × {k} × {n}"),
+            wanted: format!("at most {} each way", gemm::LARGEST),
+        });
+    }
     if m == 0 || n == 0 {
         return Ok(());
     }
@@ -88,29 +96,18 @@ fn result<'a, T: bytemuck::Pod>(matmul: &'a mut Matmul<'_>, m: usize, n: usize) 
     Ok(&mut elements_mut(matmul.out)?[start..start + m * n])
 }
 
-/// Row and column strides of a matrix as the product sees it.
-fn strides(matrix: Matrix<'_>) -> (isize, isize) {
-    let width = matrix.columns as isize;
-    if matrix.transposed { (1, width) } else { (width, 1) }
-}
-
-fn view<'a, T: bytemuck::Pod>(matrix: Matrix<'a>) -> Result<MatRef<'a, T>> {
-    let ((rows, columns), (row_stride, column_stride)) = (matrix.size(), strides(matrix));
-    Ok(MatRef::new(elements(matrix.buffer)?, rows, columns, row_stride, column_stride))
+fn operand<'a, T: bytemuck::Pod>(matrix: Matrix<'a>) -> Result<Operand<'a, T>> {
+    let Matrix { buffer, rows, columns, transposed } = matrix;
+    Ok(Operand { data: elements(buffer)?, rows, columns, transposed })
 }
 
 /// f32 and f64: one call over the operands as they stand.
-fn whole<T>(matmul: &mut Matmul<'_>, threads: usize, scratch: &mut Scratch) -> Result<()>
-where
-    T: Float + gemmkit::FusedScalar,
-{
-    let (a, b) = (view::<T>(matmul.a)?, view::<T>(matmul.b)?);
+fn whole<T: Float + Gemm>(matmul: &mut Matmul<'_>, threads: usize, scratch: &mut Scratch) -> Result<()> {
+    let (a, b) = (operand::<T>(matmul.a)?, operand::<T>(matmul.b)?);
     let beta = T::from_f64(if matmul.accumulate { 1.0 } else { 0.0 });
-    let bias = matmul.bias.map(elements::<T>).transpose()?.map(Bias::PerCol);
-    let (rows, columns) = (a.rows(), b.cols());
-    let out = MatMut::from_row_major(result(matmul, rows, columns)?, rows, columns);
-    let one = T::from_f64(1.0);
-    gemm_fused_with(&mut scratch.workspace, one, a, b, beta, out, bias, None, parallelism(threads));
+    let bias = matmul.bias.map(elements::<T>).transpose()?;
+    let (rows, columns) = (a.size().0, b.size().1);
+    gemm(&mut scratch.workspace, a, b, beta, result(matmul, rows, columns)?, bias, threads);
     Ok(())
 }
 
@@ -139,9 +136,8 @@ where
             for m0 in (0..m).step_by(BLOCK_M) {
                 let height = BLOCK_M.min(m - m0);
                 let wide_a = widen(a, matrix_a, (m0, height), (k0, depth), wide_a);
-                let c = MatMut::from_row_major(&mut stripe[m0 * width..(m0 + height) * width], height, width);
-                let beta = if k0 == 0 { 0.0 } else { 1.0 };
-                gemm_fused_with(workspace, 1.0, wide_a, wide_b, beta, c, None, None, parallelism(threads));
+                let c = &mut stripe[m0 * width..(m0 + height) * width];
+                gemm(workspace, wide_a, wide_b, if k0 == 0 { 0.0 } else { 1.0 }, c, None, threads);
             }
         }
         for (r, sum) in stripe.chunks_exact_mut(width).enumerate() {
@@ -174,7 +170,7 @@ fn widen<'a, T: Convert<Accumulator = f32>>(
     rows: (usize, usize),
     columns: (usize, usize),
     target: &'a mut [f32],
-) -> MatRef<'a, f32> {
+) -> Operand<'a, f32> {
     let (stored_rows, stored_columns) = if matrix.transposed { (columns, rows) } else { (rows, columns) };
     let (height, width) = (stored_rows.1, stored_columns.1);
     let target = &mut target[..height * width];
@@ -182,6 +178,5 @@ fn widen<'a, T: Convert<Accumulator = f32>>(
         let start = (stored_rows.0 + r) * matrix.columns + stored_columns.0;
         T::widen(&source[start..start + width], target);
     }
-    let (row_stride, column_stride) = if matrix.transposed { (1, width) } else { (width, 1) };
-    MatRef::new(target, rows.1, columns.1, row_stride as isize, column_stride as isize)
+    Operand { data: target, rows: height, columns: width, transposed: matrix.transposed }
 }

@@ -6,6 +6,12 @@
 
 pub(crate) mod host;
 pub(crate) mod local;
+#[cfg(feature = "cuda")]
+pub(crate) mod nccl;
+#[cfg(feature = "cuda")]
+pub(crate) mod peer;
+#[cfg(feature = "cuda")]
+pub(crate) mod queue;
 
 use std::fmt;
 use std::ops::Range;

@@ -14,6 +14,12 @@ mod tensor;
 pub mod timeline;
 
 pub use comm::local::{Link, LocalWorld};
+#[cfg(feature = "cuda")]
+pub use comm::nccl::world::NcclWorld;
+#[cfg(feature = "cuda")]
+pub use comm::nccl::{CtaPolicy, NcclCommunicator, NcclConfig, NcclId, Reduction};
+#[cfg(feature = "cuda")]
+pub use comm::peer::PeerWorld;
 pub use comm::{Blocks, Communicator, DEFAULT_DEADLINE, Operation, ReduceOp};
 pub use device::{Cpu, Device, Matmul, Matrix};
 pub use dtype::{DType, Element, Float};

@@ -314,7 +314,8 @@ impl Shared {
     }
 }
 
-fn closed(rank: usize, cause: &Error) -> Error {
+/// The error that calls meet after `cause` has ended the group.
+pub(crate) fn closed(rank: usize, cause: &Error) -> Error {
     match cause {
         Error::Closed { .. } => cause.clone(),
         _ => Error::Closed { rank, cause: cause.to_string() },
@@ -818,6 +819,9 @@ impl<T: Transport> Engine<T> {
                 op.changed.notify_all();
             }
         }
+        // The operations hold what holds them.
+        let recycled = std::mem::take(&mut self.shared.queue().recycled);
+        drop(recycled);
     }
 
     /// Waits for every queue that uses a buffer of an operation that was not waited for.

@@ -212,7 +212,7 @@ fn run_rank<R>(
     });
     let at = Instant::now();
     match &outcome {
-        Ok(_) => board.lose(rank, "returned"),
+        Ok(_) => board.lose(rank, Board::RETURNED),
         Err(error) => board.lose(rank, &format!("failed: {error}")),
     }
     (at, outcome)
@@ -312,6 +312,9 @@ impl Board {
     /// Operations of each rank that are remembered for comparison.
     const REMEMBERED: usize = 64;
 
+    /// Why a rank is lost that has done its work.
+    const RETURNED: &str = "returned";
+
     /// A board of an engine that does not model links.
     #[cfg(feature = "cuda")]
     pub(crate) fn of(world_size: usize) -> Arc<Self> {
@@ -362,6 +365,45 @@ impl Board {
         )?;
         communicator.set_deadline(deadline);
         Ok(Arc::new(communicator))
+    }
+
+    /// The board of the group that `members` have split off with their `color` in operation `sequence`.
+    pub(crate) fn child(self: &Arc<Self>, sequence: u64, color: usize, members: &[usize]) -> Arc<Self> {
+        let world_ranks = || members.iter().map(|member| self.members[*member]).collect();
+        let mut state = self.lock();
+        let child =
+            state.children.entry((sequence, color)).or_insert_with(|| Self::new(world_ranks(), self.ports.clone()));
+        Arc::clone(child)
+    }
+
+    /// Fails where the group has ended, or where `rank` needs one that is lost: one that has failed, or that has returned
+    /// without calling the operation.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn check(&self, rank: usize, operation: Option<&Header>) -> Result<()> {
+        let state = self.lock();
+        if let Some(failure) = &state.failure {
+            return Err(failure.seen_by(rank));
+        }
+        let needed = |peer: &usize| match operation.map(|header| header.kind) {
+            Some(Kind::Send { to: needed } | Kind::Receive { from: needed }) => *peer == needed,
+            _ => *peer != rank,
+        };
+        let lost = |peer: usize| {
+            let reason = state.lost[peer].as_ref()?;
+            let came = operation.is_none_or(|header| {
+                let alike = |seen: &&Header| seen.is_pairwise() == header.is_pairwise();
+                let last = state.announced[peer].iter().rev().find(alike);
+                last.is_some_and(|seen| seen.sequence >= header.sequence)
+            });
+            (reason != Self::RETURNED || !came).then(|| Error::PeerLost {
+                rank: peer,
+                seen_by: rank,
+                operation: operation.map_or_else(|| "joining or leaving".into(), Header::to_string),
+                sequence: operation.map_or(0, |header| header.sequence),
+                reason: reason.clone(),
+            })
+        };
+        (0..self.members.len()).filter(needed).find_map(lost).map_or(Ok(()), Err)
     }
 
     fn wake(&self, state: &mut Posted, rank: usize) {
@@ -695,14 +737,7 @@ impl Control for LocalControl {
         let mut members: Vec<usize> = (0..choices.len()).filter(|rank| choices[*rank].0 == Some(color)).collect();
         members.sort_by_key(|rank| (choices[*rank].1, *rank));
         let rank = members.iter().position(|member| *member == self.rank).unwrap_or_default();
-        let world_ranks = || members.iter().map(|member| self.board.members[*member]).collect();
-        let mut state = self.board.lock();
-        let child = state
-            .children
-            .entry((sequence, color))
-            .or_insert_with(|| Board::new(world_ranks(), self.board.ports.clone()));
-        let child = Arc::clone(child);
-        drop(state);
+        let child = self.board.child(sequence, color, &members);
         child.join(rank, self.seat.clone(), self.deadline).map(Some)
     }
 }

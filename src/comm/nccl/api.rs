@@ -1,0 +1,407 @@
+//! NCCL's calls as results, its configuration, and a handle that is safe to abort while other threads use it.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::fmt;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys::CUstream;
+use cudarc::nccl::sys::{self, ncclComm_t, ncclResult_t};
+
+use crate::comm::ReduceOp;
+use crate::dtype::DType;
+use crate::{Error, Result};
+
+/// What an int of NCCL's configuration holds where NCCL should choose.
+const UNDEFINED: c_int = c_int::MIN;
+/// What NCCL's configuration begins with, so that the library knows that it was filled in.
+const MAGIC: u32 = 0xcafe_beef;
+/// The NCCL version whose layout of the configuration this is: 2.30.0.
+const LAYOUT_VERSION: u32 = 23_000;
+
+/// How sums over ranks are formed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Reduction {
+    /// All-to-all in the wire dtype, then one sum in rank order in f32 (f64 for f64), rounded once: the bytes of a ring,
+    /// the same bits in every run, and each block leaves as soon as it is handed in.
+    #[default]
+    Ordered,
+    /// NCCL's own reduce-scatter and all-reduce. They start when the last block has been handed in; what order they add
+    /// in, and how often they round, is NCCL's choice.
+    Native,
+}
+
+/// Which of its resources NCCL prefers to use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum CtaPolicy {
+    /// The fastest transfer.
+    Default,
+    /// As few thread blocks as keep the bandwidth near the best: more of the device is left for the matmul.
+    Efficiency,
+    /// None where it can: copy engines.
+    Zero,
+}
+
+impl CtaPolicy {
+    fn raw(self) -> c_int {
+        match self {
+            CtaPolicy::Default => 0,
+            CtaPolicy::Efficiency => 1,
+            CtaPolicy::Zero => 2,
+        }
+    }
+}
+
+/// Options of a [`NcclCommunicator`](crate::NcclCommunicator).
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct NcclConfig {
+    /// How sums are formed.
+    pub reduction: Reduction,
+    /// Whether a gather of equal shards is one `ncclAllGather`, whose pieces all arrive at the end, instead of one step
+    /// a peer. It is faster as a whole; [`Overlap::Pipelined`](crate::Overlap::Pipelined) hides less under it.
+    pub whole_gathers: bool,
+    /// The fewest thread blocks (CTAs) of NCCL's kernels; `None` leaves it to NCCL.
+    pub min_ctas: Option<u16>,
+    /// The most thread blocks (CTAs) of NCCL's kernels: what they may take from the matmul. `None` leaves it to NCCL.
+    pub max_ctas: Option<u16>,
+    /// Which resources NCCL prefers (NCCL 2.27 and later); `None` leaves it to NCCL.
+    pub cta_policy: Option<CtaPolicy>,
+    /// How long a wait lasts before it gives up, and how long the ranks may take to come together.
+    pub deadline: Duration,
+}
+
+impl Default for NcclConfig {
+    fn default() -> Self {
+        Self {
+            reduction: Reduction::Ordered,
+            whole_gathers: false,
+            min_ctas: None,
+            max_ctas: None,
+            cta_policy: None,
+            deadline: crate::comm::DEFAULT_DEADLINE,
+        }
+    }
+}
+
+impl NcclConfig {
+    fn raw(&self) -> sys::ncclConfig_t {
+        let ctas = |count: Option<u16>| count.map_or(UNDEFINED, c_int::from);
+        sys::ncclConfig_t {
+            size: size_of::<sys::ncclConfig_t>(),
+            magic: MAGIC,
+            version: LAYOUT_VERSION,
+            blocking: 0,
+            cgaClusterSize: UNDEFINED,
+            minCTAs: ctas(self.min_ctas),
+            maxCTAs: ctas(self.max_ctas),
+            netName: std::ptr::null(),
+            splitShare: UNDEFINED,
+            trafficClass: UNDEFINED,
+            commName: std::ptr::null(),
+            collnetEnable: UNDEFINED,
+            CTAPolicy: self.cta_policy.map_or(UNDEFINED, CtaPolicy::raw),
+            shrinkShare: UNDEFINED,
+            nvlsCTAs: UNDEFINED,
+            nChannelsPerNetPeer: UNDEFINED,
+            nvlinkCentricSched: UNDEFINED,
+            graphUsageMode: UNDEFINED,
+            numRmaCtx: UNDEFINED,
+            maxP2pPeers: UNDEFINED,
+        }
+    }
+}
+
+/// What the ranks of a group find each other by: made by one of them, and given to all.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct NcclId(sys::ncclUniqueId);
+
+impl NcclId {
+    /// Bytes of an id.
+    pub const BYTES: usize = 128;
+
+    /// A new id. The process that makes it must live until all ranks have joined.
+    ///
+    /// # Errors
+    /// [`Error::Library`] where NCCL is not on this machine; [`Error::Foreign`] where it fails.
+    pub fn new() -> Result<Self> {
+        load()?;
+        let mut id = sys::ncclUniqueId { internal: [0; Self::BYTES] };
+        // SAFETY: the library is there, and `id` may be written.
+        check("ncclGetUniqueId", unsafe { sys::ncclGetUniqueId(&mut id) }, std::ptr::null_mut())?;
+        Ok(Self(id))
+    }
+
+    /// An id from its bytes, as another rank sent them.
+    pub fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
+        Self(sys::ncclUniqueId { internal: bytes.map(|byte| byte as std::ffi::c_char) })
+    }
+
+    /// Its bytes, to be sent to the other ranks.
+    pub fn to_bytes(self) -> [u8; Self::BYTES] {
+        self.0.internal.map(|byte| byte as u8)
+    }
+}
+
+impl fmt::Debug for NcclId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Whoever knows an id may join: it does not belong in a log.
+        f.write_str("NcclId")
+    }
+}
+
+/// Makes sure that NCCL is there: calls of a library that is not would panic.
+pub(super) fn load() -> Result<()> {
+    crate::device::cuda::library::nccl()
+}
+
+/// NCCL's words for a code, and for its last error.
+fn message(code: ncclResult_t, comm: ncclComm_t) -> String {
+    let text = |text: *const std::ffi::c_char| {
+        if text.is_null() {
+            return String::new();
+        }
+        // SAFETY: NCCL returns a string that ends and outlives this call.
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+    };
+    // SAFETY: the library is there: it has returned the code.
+    let (short, last) = unsafe { (text(sys::ncclGetErrorString(code)), text(sys::ncclGetLastError(comm))) };
+    if last.is_empty() { format!("{short} ({code:?})") } else { format!("{short} ({code:?}): {last}") }
+}
+
+/// Turns what an NCCL call returned into a result. Work still in progress is no error.
+pub(super) fn check(call: &'static str, code: ncclResult_t, comm: ncclComm_t) -> Result<()> {
+    match code {
+        ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress => Ok(()),
+        code => Err(Error::Foreign { library: "NCCL", call: call.into(), message: message(code, comm) }),
+    }
+}
+
+/// One transfer of a group.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Transfer {
+    Send { to: usize, from: u64, bytes: usize },
+    Receive { from: usize, to: u64, bytes: usize },
+    AllGather { from: u64, to: u64, bytes: usize },
+    Broadcast { root: usize, from: u64, to: u64, bytes: usize },
+    Reduce { root: usize, from: u64, to: u64, elements: usize, dtype: DType, op: ReduceOp },
+    ReduceScatter { from: u64, to: u64, elements: usize, dtype: DType, op: ReduceOp },
+    AllReduce { from: u64, to: u64, elements: usize, dtype: DType, op: ReduceOp },
+}
+
+fn data_type(dtype: DType) -> sys::ncclDataType_t {
+    match dtype {
+        DType::F32 => sys::ncclDataType_t::ncclFloat32,
+        DType::F64 => sys::ncclDataType_t::ncclFloat64,
+        DType::BF16 => sys::ncclDataType_t::ncclBfloat16,
+        DType::F16 => sys::ncclDataType_t::ncclFloat16,
+        DType::I64 => sys::ncclDataType_t::ncclInt64,
+    }
+}
+
+fn reduction(op: ReduceOp) -> sys::ncclRedOp_t {
+    match op {
+        ReduceOp::Sum => sys::ncclRedOp_t::ncclSum,
+        ReduceOp::Max => sys::ncclRedOp_t::ncclMax,
+    }
+}
+
+impl Transfer {
+    /// Whether it moves nothing.
+    pub(super) fn is_empty(&self) -> bool {
+        match *self {
+            Transfer::Send { bytes, .. }
+            | Transfer::Receive { bytes, .. }
+            | Transfer::AllGather { bytes, .. }
+            | Transfer::Broadcast { bytes, .. } => bytes == 0,
+            Transfer::Reduce { elements, .. }
+            | Transfer::ReduceScatter { elements, .. }
+            | Transfer::AllReduce { elements, .. } => elements == 0,
+        }
+    }
+
+    /// Queues the transfer: within a group, for its end.
+    ///
+    /// # Safety
+    /// Pointers and sizes describe live device memory of the communicator's device, and the stream is its own.
+    unsafe fn queue(self, comm: ncclComm_t, stream: CUstream) -> Result<()> {
+        const BYTE: sys::ncclDataType_t = sys::ncclDataType_t::ncclUint8;
+        let stream = stream.cast();
+        let (source, target) = (|pointer: u64| pointer as *const c_void, |pointer: u64| pointer as *mut c_void);
+        let rank = |rank: usize| rank as c_int;
+        // SAFETY: the caller's.
+        let (call, code) = unsafe {
+            match self {
+                Transfer::Send { to, from, bytes } => {
+                    ("ncclSend", sys::ncclSend(source(from), bytes, BYTE, rank(to), comm, stream))
+                }
+                Transfer::Receive { from, to, bytes } => {
+                    ("ncclRecv", sys::ncclRecv(target(to), bytes, BYTE, rank(from), comm, stream))
+                }
+                Transfer::AllGather { from, to, bytes } => {
+                    ("ncclAllGather", sys::ncclAllGather(source(from), target(to), bytes, BYTE, comm, stream))
+                }
+                Transfer::Broadcast { root, from, to, bytes } => {
+                    let code = sys::ncclBroadcast(source(from), target(to), bytes, BYTE, rank(root), comm, stream);
+                    ("ncclBroadcast", code)
+                }
+                Transfer::Reduce { root, from, to, elements, dtype, op } => {
+                    let (dtype, op) = (data_type(dtype), reduction(op));
+                    let code = sys::ncclReduce(source(from), target(to), elements, dtype, op, rank(root), comm, stream);
+                    ("ncclReduce", code)
+                }
+                Transfer::ReduceScatter { from, to, elements, dtype, op } => {
+                    let (dtype, op) = (data_type(dtype), reduction(op));
+                    let code = sys::ncclReduceScatter(source(from), target(to), elements, dtype, op, comm, stream);
+                    ("ncclReduceScatter", code)
+                }
+                Transfer::AllReduce { from, to, elements, dtype, op } => {
+                    let (dtype, op) = (data_type(dtype), reduction(op));
+                    let code = sys::ncclAllReduce(source(from), target(to), elements, dtype, op, comm, stream);
+                    ("ncclAllReduce", code)
+                }
+            }
+        };
+        check(call, code, comm)
+    }
+}
+
+/// NCCL's handle of one rank of one group. Every call on it is short, as the communicator does not block, so that one
+/// lock serves both the calling threads and the one that aborts.
+pub(super) struct Handle {
+    /// On the heap: NCCL's own threads may write it after the call that makes it has returned.
+    comm: Mutex<Box<AtomicPtr<sys::ncclComm>>>,
+}
+
+/// A handle that is used under its lock.
+struct Alive<'a> {
+    comm: ncclComm_t,
+    _lock: MutexGuard<'a, Box<AtomicPtr<sys::ncclComm>>>,
+}
+
+impl fmt::Debug for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("NCCL communicator")
+    }
+}
+
+/// How long to sleep between two looks at something that has been waited for since `begun`: first not at all.
+pub(super) fn nap(begun: Instant) {
+    match begun.elapsed() {
+        waited if waited < Duration::from_micros(200) => std::thread::yield_now(),
+        waited => std::thread::sleep((waited / 16).clamp(Duration::from_micros(50), Duration::from_millis(5))),
+    }
+}
+
+impl Handle {
+    /// Starts to join the group of `id`, on the device whose context is bound.
+    pub(super) fn join(id: NcclId, rank: usize, world_size: usize, config: &NcclConfig) -> Result<Self> {
+        load()?;
+        let new = Self::empty();
+        let mut raw = config.raw();
+        let (world_size, rank) = (world_size as c_int, rank as c_int);
+        // SAFETY: what the handle points to lives until it is aborted; NCCL copies the configuration.
+        let code = unsafe { sys::ncclCommInitRankConfig(new.lock().as_ptr(), world_size, id.0, rank, &mut raw) };
+        check("ncclCommInitRankConfig", code, std::ptr::null_mut())?;
+        Ok(new)
+    }
+
+    fn empty() -> Self {
+        Self { comm: Mutex::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Box<AtomicPtr<sys::ncclComm>>> {
+        self.comm.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The handle, where there is one that has not been aborted.
+    fn alive(&self) -> Result<Alive<'_>> {
+        let lock = self.lock();
+        let comm = lock.load(Ordering::Acquire);
+        if comm.is_null() {
+            return Err(Error::Foreign {
+                library: "NCCL",
+                call: "using the communicator".into(),
+                message: "it has been aborted".into(),
+            });
+        }
+        Ok(Alive { comm, _lock: lock })
+    }
+
+    /// Takes the handle away from everybody.
+    fn take(&self) -> Option<Alive<'_>> {
+        let lock = self.lock();
+        let comm = lock.swap(std::ptr::null_mut(), Ordering::AcqRel);
+        (!comm.is_null()).then_some(Alive { comm, _lock: lock })
+    }
+
+    /// Whether what was started last has been done by NCCL's own threads; an error that it has met meanwhile.
+    pub(super) fn poll(&self) -> Result<bool> {
+        let Alive { comm, .. } = &self.alive()?;
+        let mut state = ncclResult_t::ncclSuccess;
+        // SAFETY: the handle is alive while the lock is held.
+        check("ncclCommGetAsyncError", unsafe { sys::ncclCommGetAsyncError(*comm, &mut state) }, *comm)?;
+        check("asynchronous work", state, *comm)?;
+        Ok(state != ncclResult_t::ncclInProgress)
+    }
+
+    /// Queues transfers as one group.
+    ///
+    /// # Safety
+    /// As [`Transfer::queue`], until the stream has passed them.
+    pub(super) unsafe fn group(&self, transfers: &[Transfer], stream: CUstream) -> Result<()> {
+        let Alive { comm, .. } = &self.alive()?;
+        // SAFETY: no arguments; the group is ended below in every case.
+        check("ncclGroupStart", unsafe { sys::ncclGroupStart() }, *comm)?;
+        // SAFETY: the caller's.
+        let queued = transfers.iter().try_for_each(|transfer| unsafe { transfer.queue(*comm, stream) });
+        // SAFETY: ends the group that was started above.
+        let ended = check("ncclGroupEnd", unsafe { sys::ncclGroupEnd() }, *comm);
+        queued.and(ended)
+    }
+
+    /// Starts to divide the group; `None` as color takes no part. The new handle is there once this one has been polled to
+    /// the end.
+    pub(super) fn split(&self, color: Option<usize>, key: usize, config: &NcclConfig) -> Result<Option<Self>> {
+        /// What a rank that joins no group gives as its color.
+        const NO_COLOR: c_int = -1;
+        let Alive { comm, .. } = &self.alive()?;
+        let new = Self::empty();
+        let mut raw = config.raw();
+        let color = color.map_or(NO_COLOR, |color| color as c_int);
+        // SAFETY: the handle is alive while the lock is held; what the new one points to lives until it is aborted.
+        let code = unsafe { sys::ncclCommSplit(*comm, color, key as c_int, new.lock().as_ptr(), &mut raw) };
+        check("ncclCommSplit", code, *comm)?;
+        Ok((color != NO_COLOR).then_some(new))
+    }
+
+    /// Starts to finish what is in flight.
+    pub(super) fn finalize(&self) -> Result<()> {
+        let Alive { comm, .. } = &self.alive()?;
+        // SAFETY: the handle is alive while the lock is held.
+        check("ncclCommFinalize", unsafe { sys::ncclCommFinalize(*comm) }, *comm)
+    }
+
+    /// Frees a finalized handle.
+    pub(super) fn destroy(&self) {
+        if let Some(Alive { comm, .. }) = &self.take() {
+            // SAFETY: the handle was alive, and nobody finds it any more.
+            unsafe { sys::ncclCommDestroy(*comm) };
+        }
+    }
+
+    /// Ends what is in flight at once, and frees the handle.
+    pub(super) fn abort(&self) {
+        if let Some(Alive { comm, .. }) = &self.take() {
+            // SAFETY: the handle was alive, and nobody finds it any more.
+            unsafe { sys::ncclCommAbort(*comm) };
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.abort();
+    }
+}

@@ -1,0 +1,224 @@
+//! A rank's communication stream on its CUDA device, the events that order it with compute, and the work that runs there.
+//!
+//! The compute and the communication stream are ordered by events of this module alone, each recorded once for one
+//! purpose: neither the driver's default stream nor cudarc's own tracking takes part.
+
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering, fence};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::sys;
+
+use crate::comm::ReduceOp;
+use crate::device::Device;
+use crate::device::cuda::CudaDevice;
+use crate::device::cuda::memory::{pointer, pointer_mut};
+use crate::dtype::DType;
+use crate::memory::{Buffer, BufferMut};
+use crate::{Error, Result};
+
+/// Turns what a driver call returned into a result.
+pub(crate) fn driver(call: &'static str, code: sys::CUresult) -> Result<()> {
+    if code == sys::CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    Err(Error::Foreign { library: "CUDA", call: call.into(), message: format!("{code:?}") })
+}
+
+/// A point in a stream, used again once nobody holds it.
+pub(crate) struct Event {
+    raw: sys::CUevent,
+    device: Arc<CudaDevice>,
+}
+
+// SAFETY: the driver's events may be used from any thread.
+unsafe impl Send for Event {}
+// SAFETY: as above; recording is done by `Queue`, which hands out an event only when nobody else holds it.
+unsafe impl Sync for Event {}
+
+impl Event {
+    fn new(device: &Arc<CudaDevice>) -> Result<Self> {
+        let mut raw = std::ptr::null_mut();
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: the context is bound, and `raw` is written before it is read.
+        driver("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags) })?;
+        Ok(Self { raw, device: Arc::clone(device) })
+    }
+
+    /// Whether the stream has passed it.
+    pub(crate) fn has_passed(&self) -> Result<bool> {
+        self.device.bind()?;
+        // SAFETY: the event lives as long as `self`.
+        match unsafe { sys::cuEventQuery(self.raw) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => driver("cuEventQuery", code).map(|()| true),
+        }
+    }
+
+    /// Waits on the host until the stream has passed it.
+    pub(crate) fn wait(&self) -> Result<()> {
+        self.device.bind()?;
+        // SAFETY: the event lives as long as `self`.
+        driver("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.raw) })
+    }
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "event {:p} of {}", self.raw, self.device.describe())
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.device.bind().is_ok() {
+            // SAFETY: created in `new`, destroyed once. The driver keeps what streams still wait for.
+            unsafe { sys::cuEventDestroy_v2(self.raw) };
+        }
+    }
+}
+
+/// A stream of its own for a rank's communication, of the highest priority, and a pool of events.
+pub(crate) struct Queue {
+    stream: sys::CUstream,
+    device: Arc<CudaDevice>,
+    events: Mutex<Vec<Arc<Event>>>,
+    next: AtomicUsize,
+}
+
+// SAFETY: the driver's streams may be used from any thread.
+unsafe impl Send for Queue {}
+// SAFETY: as above; what order calls of several threads come in is the callers' affair.
+unsafe impl Sync for Queue {}
+
+impl Queue {
+    pub(crate) fn new(device: &Arc<CudaDevice>) -> Result<Self> {
+        device.bind()?;
+        let (mut least, mut greatest) = (0, 0);
+        // SAFETY: the context is bound; both are plain integers.
+        driver("cuCtxGetStreamPriorityRange", unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) })?;
+        let mut stream = std::ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: the context is bound, and `stream` is written before it is read.
+        let code = unsafe { sys::cuStreamCreateWithPriority(&mut stream, flags, greatest) };
+        driver("cuStreamCreateWithPriority", code)?;
+        Ok(Self { stream, device: Arc::clone(device), events: Mutex::default(), next: AtomicUsize::new(0) })
+    }
+
+    pub(crate) fn device(&self) -> &Arc<CudaDevice> {
+        &self.device
+    }
+
+    pub(crate) fn stream(&self) -> sys::CUstream {
+        self.stream
+    }
+
+    /// An event that nobody holds.
+    fn event(&self) -> Result<Arc<Event>> {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let (count, next) = (events.len(), self.next.load(Ordering::Relaxed));
+        for step in 0..count {
+            let index = (next + step) % count;
+            if Arc::strong_count(&events[index]) == 1 {
+                // Pairs with the release in the last handle's drop.
+                fence(Ordering::Acquire);
+                self.next.store(index + 1, Ordering::Relaxed);
+                return Ok(Arc::clone(&events[index]));
+            }
+        }
+        let event = Arc::new(Event::new(&self.device)?);
+        events.push(Arc::clone(&event));
+        Ok(event)
+    }
+
+    fn record(&self, stream: sys::CUstream) -> Result<Arc<Event>> {
+        self.device.bind()?;
+        let event = self.event()?;
+        // SAFETY: event and stream belong to the bound context and are alive; nobody else holds the event.
+        driver("cuEventRecord", unsafe { sys::cuEventRecord(event.raw, stream) })?;
+        Ok(event)
+    }
+
+    fn order(&self, stream: sys::CUstream, after: &Event) -> Result<()> {
+        self.device.bind()?;
+        // SAFETY: event and stream are alive; the event may belong to another context.
+        driver("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, after.raw, 0) })
+    }
+
+    /// What is queued on compute so far.
+    pub(crate) fn mark_compute(&self) -> Result<Arc<Event>> {
+        self.record(self.device.stream())
+    }
+
+    /// What is queued on communication so far.
+    pub(crate) fn mark(&self) -> Result<Arc<Event>> {
+        self.record(self.stream)
+    }
+
+    /// Orders later communication after the event.
+    pub(crate) fn follow(&self, event: &Event) -> Result<()> {
+        self.order(self.stream, event)
+    }
+
+    /// Orders later compute after the event.
+    pub(crate) fn join(&self, event: &Event) -> Result<()> {
+        self.order(self.device.stream(), event)
+    }
+
+    /// Copies a buffer of this device or another one, on the communication stream.
+    pub(crate) fn copy(&self, source: &Buffer, target: &mut BufferMut) -> Result<()> {
+        crate::device::same_length("copy", source.len(), target.len())?;
+        let bytes = source.len();
+        if bytes == 0 {
+            return Ok(());
+        }
+        let ((from, source), (to, target)) = (pointer(source)?, pointer_mut(target)?);
+        self.device.bind()?;
+        let (call, code) = if Arc::ptr_eq(source, target) || source.cu_ctx() == target.cu_ctx() {
+            // SAFETY: both ranges lie within live allocations of the bound context, which their holders keep until the
+            // stream has passed.
+            ("cuMemcpyDtoDAsync_v2", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.stream) })
+        } else {
+            // SAFETY: as above, each in its own context.
+            let code =
+                unsafe { sys::cuMemcpyPeerAsync(to, target.cu_ctx(), from, source.cu_ctx(), bytes, self.stream) };
+            ("cuMemcpyPeerAsync", code)
+        };
+        driver(call, code)
+    }
+
+    /// Combines equally long summands in the order given, in the accumulator's dtype, rounding once, on the
+    /// communication stream.
+    pub(crate) fn combine<'a>(
+        &self,
+        dtype: DType,
+        op: ReduceOp,
+        count: usize,
+        summand: &dyn Fn(usize) -> Option<&'a Buffer>,
+        out: &mut BufferMut,
+    ) -> Result<()> {
+        self.device.combine_on(self.stream, dtype, op, count, summand, out)
+    }
+
+    /// Waits on the host until the communication stream is empty.
+    pub(crate) fn drain(&self) -> Result<()> {
+        self.device.bind()?;
+        // SAFETY: the stream lives as long as `self`.
+        driver("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream) })
+    }
+}
+
+impl fmt::Debug for Queue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "communication stream {:p} of {}", self.stream, self.device.describe())
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        if self.device.bind().is_ok() {
+            // SAFETY: created in `new`, destroyed once. The driver finishes what is queued.
+            unsafe { sys::cuStreamDestroy_v2(self.stream) };
+        }
+    }
+}

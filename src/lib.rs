@@ -21,6 +21,8 @@ pub use comm::nccl::{CtaPolicy, NcclCommunicator, NcclConfig, NcclId, Reduction}
 #[cfg(feature = "cuda")]
 pub use comm::peer::PeerWorld;
 pub use comm::{Blocks, Communicator, DEFAULT_DEADLINE, Operation, ReduceOp};
+#[cfg(feature = "cuda")]
+pub use device::cuda::CudaDevice;
 pub use device::{Cpu, Device, Matmul, Matrix};
 pub use dtype::{DType, Element, Float};
 pub use error::{Error, Result};

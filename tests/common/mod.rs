@@ -2,6 +2,9 @@
 
 #![allow(dead_code, unreachable_pub)]
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
+
 use async_tensor_parallel::{
     Float, Group, LinearBuilder, LinearLayer, LinearMode, LocalWorld, Overlap, Placement, Result, Tensor,
     TensorParallelColumnLinear, TensorParallelRowLinear,

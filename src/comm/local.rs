@@ -376,6 +376,12 @@ impl Board {
         Arc::clone(child)
     }
 
+    /// What has ended the group, as `rank` sees it.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn failure(&self, rank: usize) -> Option<Error> {
+        self.lock().failure.as_ref().map(|failure| failure.seen_by(rank))
+    }
+
     /// Fails where the group has ended, or where `rank` needs one that is lost: one that has failed, or that has returned
     /// without calling the operation.
     #[cfg(feature = "cuda")]

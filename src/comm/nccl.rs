@@ -10,6 +10,7 @@ mod api;
 mod operation;
 pub(crate) mod world;
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -64,8 +65,35 @@ struct Shared {
     calls: Mutex<Calls>,
     /// Tells the watcher to stop.
     stopped: Condvar,
-    /// Where ranks of one process see what the others call.
-    board: Option<Arc<Board>>,
+    /// Where ranks of one process meet.
+    room: Option<Arc<Room>>,
+}
+
+/// Where ranks that are threads of one process see what the others call, and end each other's waits.
+#[derive(Debug)]
+struct Room {
+    board: Arc<Board>,
+    members: Mutex<Vec<Weak<Shared>>>,
+    /// Those of groups split off, by the split's sequence number and their color.
+    children: Mutex<HashMap<(u64, usize), Arc<Room>>>,
+}
+
+impl Room {
+    fn new(board: Arc<Board>) -> Arc<Self> {
+        Arc::new(Self { board, members: Mutex::default(), children: Mutex::default() })
+    }
+
+    fn members(&self) -> Vec<Arc<Shared>> {
+        let members = self.members.lock().unwrap_or_else(PoisonError::into_inner);
+        members.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// The room of a group that has been split off.
+    fn child(&self, sequence: u64, color: usize, members: &[usize]) -> Arc<Self> {
+        let mut children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
+        let child = children.entry((sequence, color));
+        Arc::clone(child.or_insert_with(|| Self::new(self.board.child(sequence, color, members))))
+    }
 }
 
 /// What has been called so far.
@@ -125,15 +153,19 @@ impl Shared {
     /// Ends the group: nothing that waits for it on the device hangs any more, and nobody reads what it has not written.
     /// The first error stays.
     fn fail(&self, error: &Error) {
+        let known = self.room.as_ref().and_then(|room| room.board.failure(self.rank));
+        let error = known.unwrap_or_else(|| error.clone());
         let mut calls = self.calls();
         if calls.closed.is_some() {
             return;
         }
         calls.closed = Some(error.clone());
         drop(calls);
-        self.queue.device().fail(error);
-        if let Some(board) = &self.board {
-            board.fail(Failure::Other(error.clone()));
+        self.queue.device().fail(&error);
+        if let Some(room) = &self.room {
+            room.board.fail(Failure::Other(error.clone()));
+            // Before this rank leaves, as the others may see that first.
+            room.members().iter().for_each(|member| member.fail(&error));
         }
         self.handle.abort();
     }
@@ -196,12 +228,12 @@ impl Shared {
 
     /// Fails where a rank that the operation needs is known to be lost.
     fn check_peers(&self, header: Option<&Header>) -> Result<()> {
-        self.board.as_ref().map_or(Ok(()), |board| board.check(self.rank, header))
+        self.room.as_ref().map_or(Ok(()), |room| room.board.check(self.rank, header))
     }
 
     fn time_out(&self, operation: Option<&Header>, waited: Duration) -> Error {
-        let missing = match (&self.board, operation) {
-            (Some(board), Some(header)) => board.missing(self.rank, header),
+        let missing = match (&self.room, operation) {
+            (Some(room), Some(header)) => room.board.missing(self.rank, header),
             _ => "unknown, as NCCL does not tell".into(),
         };
         Error::Timeout {
@@ -295,7 +327,7 @@ impl Shared {
     /// Starts an operation whose buffers are filled in.
     fn start(&self, op: Arc<Op>, shard: Option<Buffer>) -> Result<Arc<Op>> {
         let header = op.lock().header;
-        let announced = self.board.as_ref().map_or(Ok(()), |board| board.announce(self.rank, &header));
+        let announced = self.room.as_ref().map_or(Ok(()), |room| room.board.announce(self.rank, &header));
         let begun = announced.and_then(|()| op.begin(shard));
         begun.inspect_err(|error| self.fail(error)).map_err(|error| self.cause(error))?;
         Ok(op)
@@ -369,7 +401,7 @@ impl NcclCommunicator {
         world_size: usize,
         device: &Arc<CudaDevice>,
         config: NcclConfig,
-        board: Option<Arc<Board>>,
+        room: Option<Arc<Room>>,
     ) -> Result<Self> {
         if rank >= world_size || world_size > i32::MAX as usize {
             let wanted = format!("below the world size of {world_size}");
@@ -377,7 +409,7 @@ impl NcclCommunicator {
         }
         device.bind()?;
         let handle = Handle::join(id, rank, world_size, &config)?;
-        Self::start(handle, rank, world_size, device, config, board)
+        Self::start(handle, rank, world_size, device, config, room)
     }
 
     /// Waits until the handle has joined its group, and starts the watcher.
@@ -387,7 +419,7 @@ impl NcclCommunicator {
         world_size: usize,
         device: &Arc<CudaDevice>,
         config: NcclConfig,
-        board: Option<Arc<Board>>,
+        room: Option<Arc<Room>>,
     ) -> Result<Self> {
         let shared = Arc::new(Shared {
             rank,
@@ -399,8 +431,11 @@ impl NcclCommunicator {
             config,
             calls: Mutex::new(Calls { sends: vec![0; world_size], receives: vec![0; world_size], ..Calls::default() }),
             stopped: Condvar::new(),
-            board,
+            room,
         });
+        if let Some(room) = &shared.room {
+            room.members.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&shared));
+        }
         shared.settle(None).inspect_err(|_| shared.handle.abort())?;
         let watched = Arc::clone(&shared);
         let watcher = std::thread::Builder::new()
@@ -559,9 +594,9 @@ impl Communicator for NcclCommunicator {
         let mut members: Vec<usize> = (0..world_size).filter(|rank| choices[*rank].0 == Some(color)).collect();
         members.sort_by_key(|rank| (choices[*rank].1, *rank));
         let new_rank = members.iter().position(|member| *member == rank).unwrap_or_default();
-        let board = self.shared.board.as_ref().map(|board| board.child(header.sequence, color, &members));
+        let room = self.shared.room.as_ref().map(|room| room.child(header.sequence, color, &members));
         let config = NcclConfig { deadline: self.shared.deadline(), ..self.shared.config.clone() };
-        let new = Self::start(handle, new_rank, members.len(), device, config, board)?;
+        let new = Self::start(handle, new_rank, members.len(), device, config, room)?;
         Ok(Some(Arc::new(new)))
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{NcclCommunicator, NcclConfig, NcclId};
+use super::{NcclCommunicator, NcclConfig, NcclId, Room};
 use crate::comm::local::{Board, Outcomes, first_failure, run_ranks};
 use crate::device::cuda::CudaDevice;
 use crate::group::Group;
@@ -92,16 +92,16 @@ impl NcclWorld {
 
     fn run_each<R: Send>(&self, f: impl Fn(&Group) -> Result<R> + Sync) -> Result<Outcomes<R>> {
         let id = NcclId::new()?;
-        let board = Board::of(self.world_size);
-        Ok(run_ranks(&board, |rank| self.place(id, rank, &board), f))
+        let room = Room::new(Board::of(self.world_size));
+        Ok(run_ranks(&room.board, |rank| self.place(id, rank, &room), f))
     }
 
     /// A rank's group.
-    fn place(&self, id: NcclId, rank: usize, board: &Arc<Board>) -> Result<Group> {
+    fn place(&self, id: NcclId, rank: usize, room: &Arc<Room>) -> Result<Group> {
         let recorder = self.recorder.for_rank(rank);
         let device = CudaDevice::with_recorder(rank, recorder.clone())?;
-        let (config, board) = (self.config.clone(), Arc::clone(board));
-        let communicator = NcclCommunicator::join(id, rank, self.world_size, &device, config, Some(board))?;
+        let (config, room) = (self.config.clone(), Arc::clone(room));
+        let communicator = NcclCommunicator::join(id, rank, self.world_size, &device, config, Some(room))?;
         Ok(Group::new(Arc::new(communicator), device, recorder))
     }
 }

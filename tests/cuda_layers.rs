@@ -244,10 +244,13 @@ fn faults_end_in_errors() {
                             ("rows", 1) => assert!(matches!(outcome, Err(Error::Mismatch { .. })), "{context}"),
                             ("rows", _) => {
                                 let text = outcome.as_ref().unwrap_err().to_string();
-                                assert!(text.contains("rank 1 called"), "{context}");
+                                assert!(text.contains("rank 1"), "{context}");
                             }
                             (_, 1) => assert!(outcome.is_ok(), "{context}"),
-                            _ => assert!(matches!(outcome, Err(Error::PeerLost { rank: 1, .. })), "{context}"),
+                            _ => {
+                                let text = outcome.as_ref().unwrap_err().to_string();
+                                assert!(text.contains("rank 1 is lost"), "{context}");
+                            }
                         }
                     }
                 }

@@ -839,7 +839,13 @@ impl<T: Transport> Engine<T> {
         loop {
             let command = self.shared.queue().commands.pop_front();
             match command {
-                Some(Command::Start(op)) => self.begin(op)?,
+                Some(Command::Start(op)) => {
+                    if let Err(error) = self.begin(Arc::clone(&op)) {
+                        // Its waiters are told with the others.
+                        self.active.push(op);
+                        return Err(error);
+                    }
+                }
                 Some(Command::Contribute(op, piece)) => self.contribute(&op, piece)?,
                 Some(Command::Stop) => stopping = true,
                 None => {

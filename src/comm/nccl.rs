@@ -408,7 +408,9 @@ impl NcclCommunicator {
             return Err(Error::Argument { what: "rank", got: rank.to_string(), wanted });
         }
         device.bind()?;
-        let handle = Handle::join(id, rank, world_size, &config)?;
+        // A rank that has joined and ended the group since knows better than NCCL why this one fails.
+        let known = |error| room.as_ref().and_then(|room| room.board.failure(rank)).unwrap_or(error);
+        let handle = Handle::join(id, rank, world_size, &config).map_err(known)?;
         Self::start(handle, rank, world_size, device, config, room)
     }
 
@@ -436,7 +438,10 @@ impl NcclCommunicator {
         if let Some(room) = &shared.room {
             room.members.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&shared));
         }
-        shared.settle(None).inspect_err(|_| shared.handle.abort())?;
+        if let Err(error) = shared.settle(None) {
+            shared.fail(&error);
+            return Err(shared.cause(error));
+        }
         let watched = Arc::clone(&shared);
         let watcher = std::thread::Builder::new()
             .name(format!("watcher of rank {rank}"))

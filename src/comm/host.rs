@@ -206,8 +206,11 @@ struct Queue {
     sequence: u64,
     sends: Vec<u64>,
     receives: Vec<u64>,
-    /// Operations to be used again once nobody holds them.
+    /// Operations to be used again once nobody holds them, and where to look first.
     recycled: Vec<Arc<Op>>,
+    next: usize,
+    /// The most pieces of any operation so far: each has room for as many.
+    most_pieces: usize,
     closed: Option<Error>,
 }
 
@@ -249,7 +252,15 @@ pub(crate) struct HostCommunicator {
     progress: Option<JoinHandle<()>>,
 }
 
+/// Room for the messages that may have queued up somewhere.
+pub(crate) fn backlog(world_size: usize) -> usize {
+    64 + 16 * world_size.min(64)
+}
+
 impl HostCommunicator {
+    /// Operations that are made beforehand.
+    const SPARE: usize = 8;
+
     /// Starts the progress thread.
     pub(crate) fn new(
         rank: usize,
@@ -268,7 +279,15 @@ impl HostCommunicator {
             control,
             recorder,
         });
-        let engine = Engine { shared: Arc::clone(&shared), transport, active: Vec::new(), done: Vec::new() };
+        // More than are ever in flight at once in a layer: how many that is depends on timing, and none should be made in
+        // the steady state.
+        let spare = (0..Self::SPARE).map(|_| Op::new(&shared)).collect::<Result<Vec<_>>>()?;
+        let mut queue = shared.queue();
+        queue.recycled.extend(spare);
+        queue.commands.reserve(backlog(world_size));
+        drop(queue);
+        let (active, done) = (Vec::with_capacity(Self::SPARE), Vec::with_capacity(backlog(world_size)));
+        let engine = Engine { shared: Arc::clone(&shared), transport, active, done };
         let progress = std::thread::Builder::new()
             .name(format!("communication of rank {rank}"))
             .spawn(move || engine.run())
@@ -289,40 +308,35 @@ impl HostCommunicator {
         };
         header.sequence = *counter;
         *counter += 1;
-        let op = match queue.recycled.iter().position(|op| Arc::strong_count(op) == 1) {
+        // In turn, so that all of them have soon grown to the sizes in use.
+        let (count, first) = (queue.recycled.len(), queue.next);
+        let free = (0..count).map(|step| (first + step) % count).find(|i| Arc::strong_count(&queue.recycled[*i]) == 1);
+        let op = match free {
             Some(free) => {
                 // Pairs with the release in the last handle's drop.
                 std::sync::atomic::fence(Ordering::Acquire);
+                queue.next = (free + 1) % count;
                 Arc::clone(&queue.recycled[free])
             }
             None => {
-                let op = Arc::new(Op {
-                    state: Mutex::new(State {
-                        header,
-                        blocks,
-                        pieces: Vec::new(),
-                        staging: Vec::new(),
-                        arrived: Vec::new(),
-                        looked: 0,
-                        outstanding: 0,
-                        outcome: None,
-                    }),
-                    changed: Condvar::new(),
-                    shared: Arc::clone(&self.shared),
-                });
+                let op = Op::new(&self.shared)?;
                 queue.recycled.push(Arc::clone(&op));
                 op
             }
         };
+        queue.most_pieces = queue.most_pieces.max(blocks.pieces());
+        let room = queue.most_pieces;
         drop(queue);
         let mut state = op.lock();
         state.header = header;
         state.blocks = blocks;
         state.pieces.clear();
+        state.pieces.reserve(room);
         state.pieces.resize_with(blocks.pieces(), Piece::default);
         state.staging.clear();
+        state.staging.reserve(room);
         state.arrived.clear();
-        state.arrived.reserve(blocks.pieces());
+        state.arrived.reserve(room);
         state.looked = 0;
         state.outstanding = 0;
         state.outcome = None;
@@ -390,6 +404,8 @@ impl Drop for HostCommunicator {
             // The thread ends by itself: after what is in flight, or at its error. It does not panic.
             let _ = progress.join();
         }
+        // They hold what holds them.
+        self.shared.queue().recycled.clear();
     }
 }
 
@@ -528,6 +544,21 @@ impl Communicator for HostCommunicator {
 }
 
 impl Op {
+    /// One that has not been used yet.
+    fn new(shared: &Arc<Shared>) -> Result<Arc<Self>> {
+        let state = State {
+            header: Header { kind: Kind::Barrier, dtype: DType::F32, bytes: 0, chunks: 1, sequence: 0 },
+            blocks: Blocks::new(ShardLayout::uneven(0, 1)?, 0),
+            pieces: Vec::new(),
+            staging: Vec::new(),
+            arrived: Vec::new(),
+            looked: 0,
+            outstanding: 0,
+            outcome: None,
+        };
+        Ok(Arc::new(Self { state: Mutex::new(state), changed: Condvar::new(), shared: Arc::clone(shared) }))
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::comm::host::{Completion, Control, Header, HostCommunicator, Kind, Message, Transport};
+use crate::comm::host::{Completion, Control, Header, HostCommunicator, Kind, Message, Transport, backlog};
 use crate::comm::{Communicator, DEFAULT_DEADLINE};
 use crate::device::cpu::memory::{bytes, bytes_mut};
 use crate::device::{Cpu, Device};
@@ -318,10 +318,10 @@ impl Board {
             changed: (0..count).map(|_| Condvar::new()).collect(),
             ports,
             state: Mutex::new(Posted {
-                mail: (0..count).map(|_| Vec::new()).collect(),
-                expected: (0..count).map(|_| Vec::new()).collect(),
+                mail: (0..count).map(|_| Vec::with_capacity(backlog(count))).collect(),
+                expected: (0..count).map(|_| Vec::with_capacity(backlog(count))).collect(),
                 posted: 0,
-                taken: (0..count).map(|_| Vec::new()).collect(),
+                taken: (0..count).map(|_| Vec::with_capacity(backlog(count))).collect(),
                 announced: (0..count).map(|_| VecDeque::with_capacity(Self::REMEMBERED + 1)).collect(),
                 lost: vec![None; count],
                 woken: vec![false; count],
@@ -346,8 +346,8 @@ impl Board {
         let transport = LocalTransport {
             board: Arc::clone(self),
             rank,
-            wanted: Vec::new(),
-            transit: Vec::new(),
+            wanted: Vec::with_capacity(backlog(self.members.len())),
+            transit: Vec::with_capacity(backlog(self.members.len())),
             recorder: recorder.clone(),
         };
         let control = LocalControl {

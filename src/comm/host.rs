@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::comm::{Blocks, Communicator, DEFAULT_DEADLINE, Operation, ReduceOp};
+use crate::comm::{Blocks, Communicator, DEFAULT_DEADLINE, GAVE_UP, Operation, ReduceOp};
 use crate::device::cpu::kernels::{self, Accumulate, Convert, for_float};
 use crate::device::cpu::memory::{bytes, bytes_mut, elements, elements_mut};
 use crate::device::{Device, same_length};
@@ -587,14 +587,18 @@ impl Op {
         }
     }
 
-    fn time_out(&self, header: &Header, waited: Duration) -> Error {
-        let error = Error::Timeout {
+    fn timed_out(&self, header: &Header, waited: Duration) -> Error {
+        Error::Timeout {
             rank: self.shared.rank,
             operation: header.to_string(),
             sequence: header.sequence,
             seconds: waited.as_secs_f64(),
             missing: self.shared.control.missing(header),
-        };
+        }
+    }
+
+    fn time_out(&self, header: &Header, waited: Duration) -> Error {
+        let error = self.timed_out(header, waited);
         self.shared.control.close(&error);
         self.shared.control.wake();
         error
@@ -706,7 +710,15 @@ impl<T: Transport> Engine<T> {
             for op in self.active.drain(..) {
                 let mut state = op.lock();
                 if state.outcome.is_none() {
-                    state.outcome = Some(Err(error.clone()));
+                    // The error of one operation is the reason why the others cannot be done.
+                    let own = match &error {
+                        Error::Timeout { sequence, .. } | Error::Mismatch { sequence, .. } => {
+                            *sequence == state.header.sequence
+                        }
+                        _ => true,
+                    };
+                    let error = if own { error.clone() } else { closed(self.shared.rank, &error) };
+                    state.outcome = Some(Err(error));
                 }
                 op.changed.notify_all();
             }
@@ -714,19 +726,21 @@ impl<T: Transport> Engine<T> {
     }
 
     fn serve(&mut self) -> Result<()> {
-        let mut stopping = false;
+        let mut stopped: Option<Instant> = None;
         loop {
             let command = self.shared.queue().commands.pop_front();
             match command {
                 Some(Command::Start(op)) => self.begin(op)?,
                 Some(Command::Contribute(op, piece)) => self.contribute(&op, piece)?,
-                Some(Command::Stop) => stopping = true,
+                Some(Command::Stop) => stopped = Some(Instant::now()),
                 None => {
-                    if stopping && self.active.is_empty() {
-                        return Ok(());
-                    }
+                    let patience = match stopped {
+                        None => Self::PATIENCE,
+                        Some(_) if self.active.is_empty() => return Ok(()),
+                        Some(since) => self.finishing(since)?,
+                    };
                     let mut done = std::mem::take(&mut self.done);
-                    self.transport.progress(&mut done, Self::PATIENCE)?;
+                    self.transport.progress(&mut done, patience)?;
                     for completion in done.drain(..) {
                         self.complete(completion)?;
                     }
@@ -736,9 +750,39 @@ impl<T: Transport> Engine<T> {
         }
     }
 
+    /// Whether what is in flight, of a communicator that nobody holds any more, can still end well; and how long to wait for it.
+    fn finishing(&self, since: Instant) -> Result<Duration> {
+        let rank = self.shared.rank;
+        for op in &self.active {
+            let state = op.lock();
+            let header = state.header;
+            let reduction = matches!(header.kind, Kind::ReduceScatter | Kind::AllReduce(_));
+            if reduction && state.pieces.iter().any(|piece| !piece.contributed) {
+                return Err(Error::PeerLost {
+                    rank,
+                    seen_by: rank,
+                    operation: header.to_string(),
+                    sequence: header.sequence,
+                    reason: GAVE_UP.into(),
+                });
+            }
+        }
+        let deadline = Duration::from_millis(self.shared.deadline.load(Ordering::Relaxed));
+        let left = deadline.saturating_sub(since.elapsed());
+        match self.active.first() {
+            Some(op) if left.is_zero() => {
+                let header = op.lock().header;
+                Err(op.timed_out(&header, since.elapsed()))
+            }
+            _ => Ok(left),
+        }
+    }
+
     /// Posts all messages of an operation that can be posted at its start. In step `s` every rank sends to the `s`-th
     /// rank after it and receives from the `s`-th before it, so that no two ranks send to the same one.
     fn begin(&mut self, op: Arc<Op>) -> Result<()> {
+        // Before anything can fail: who waits for it must be told.
+        self.active.push(Arc::clone(&op));
         let Shared { rank, world_size, .. } = *self.shared;
         let mut guard = op.lock();
         let state = &mut *guard;
@@ -803,13 +847,7 @@ impl<T: Transport> Engine<T> {
                 state.outstanding += 1;
             }
         }
-        let finished = Self::finish(state);
-        drop(guard);
-        op.changed.notify_all();
-        if !finished {
-            self.active.push(op);
-        }
-        Ok(())
+        self.settle(guard, &op)
     }
 
     fn receive_summand(&mut self, state: &mut State, from: usize, chunk: usize) -> Result<()> {

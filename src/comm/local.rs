@@ -277,17 +277,17 @@ enum Failure {
 impl Failure {
     /// The failure as `rank` sees it.
     fn seen_by(&self, rank: usize) -> Error {
-        let differ = |ours: &Header, (peer, theirs): &(usize, Header)| Error::Mismatch {
-            rank,
+        let differ = |(rank, ours): &(usize, Header), (peer, theirs): &(usize, Header)| Error::Mismatch {
+            rank: *rank,
             peer: *peer,
             sequence: ours.sequence,
             ours: ours.to_string(),
             theirs: theirs.to_string(),
         };
         match self {
-            Failure::Mismatch(a, b) if a.0 == rank => differ(&a.1, b),
-            Failure::Mismatch(a, b) if b.0 == rank => differ(&b.1, a),
-            Failure::Mismatch(a, b) => Error::Closed { rank, cause: differ(&a.1, b).to_string() },
+            Failure::Mismatch(a, b) if a.0 == rank => differ(a, b),
+            Failure::Mismatch(a, b) if b.0 == rank => differ(b, a),
+            Failure::Mismatch(a, b) => Error::Closed { rank, cause: differ(a, b).to_string() },
             Failure::Other(Error::PeerLost { rank: lost, operation, sequence, reason, .. }) => Error::PeerLost {
                 rank: *lost,
                 seen_by: rank,

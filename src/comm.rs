@@ -276,16 +276,22 @@ impl Reduce {
     }
 }
 
+/// Why a rank that drops a reduction too early is lost to the others.
+pub(crate) const GAVE_UP: &str = "gave up a reduction before all its blocks were handed in";
+
 /// An operation that is waited for when it is dropped.
 #[derive(Debug)]
 pub(crate) struct InFlight {
     operation: Option<Arc<dyn Operation>>,
     communicator: Arc<dyn Communicator>,
+    /// Blocks that are still to be handed in.
+    owed: usize,
 }
 
 impl InFlight {
-    pub(crate) fn new(operation: Arc<dyn Operation>, communicator: &Arc<dyn Communicator>) -> Self {
-        Self { operation: Some(operation), communicator: Arc::clone(communicator) }
+    /// `owed` blocks are to be handed in, if it is a reduction.
+    pub(crate) fn new(operation: Arc<dyn Operation>, communicator: &Arc<dyn Communicator>, owed: usize) -> Self {
+        Self { operation: Some(operation), communicator: Arc::clone(communicator), owed }
     }
 
     fn operation(&self) -> Result<&Arc<dyn Operation>> {
@@ -299,8 +305,10 @@ impl InFlight {
         self.operation()?.next()
     }
 
-    pub(crate) fn contribute(&self, piece: usize, block: Buffer) -> Result<()> {
-        Arc::clone(self.operation()?).contribute(piece, block)
+    pub(crate) fn contribute(&mut self, piece: usize, block: Buffer) -> Result<()> {
+        Arc::clone(self.operation()?).contribute(piece, block)?;
+        self.owed = self.owed.saturating_sub(1);
+        Ok(())
     }
 
     pub(crate) fn wait(mut self) -> Result<Buffer> {
@@ -316,6 +324,9 @@ impl Drop for InFlight {
         if std::thread::panicking() {
             // The peers wait for this rank: tell them, and do not wait for them.
             self.communicator.abort("panicked");
+        } else if self.owed > 0 {
+            // Nobody can finish it.
+            self.communicator.abort(GAVE_UP);
         } else if let Err(error) = operation.wait() {
             tracing::warn!(target: "async_tensor_parallel", %error, "an operation that nobody waited for failed");
         }

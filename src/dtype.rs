@@ -42,7 +42,7 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A type that tensors can hold. Sealed: [`f32`], [`f64`], [`bf16`], [`f16`], [`i64`].
+/// A type that tensors can hold. Sealed: [`f32`], [`f64`], [`bf16`], [`struct@f16`], [`i64`].
 pub trait Element: sealed::Sealed + bytemuck::Pod + Send + Sync + PartialEq + std::fmt::Debug {
     /// The type as a value.
     const DTYPE: DType;

@@ -172,7 +172,12 @@ impl Group {
     }
 
     fn in_flight(&self, operation: Arc<dyn crate::comm::Operation>) -> InFlight {
-        InFlight::new(operation, &self.communicator)
+        InFlight::new(operation, &self.communicator, 0)
+    }
+
+    /// The same for a reduction, all of whose blocks are still to be handed in.
+    fn reducing(&self, operation: Arc<dyn crate::comm::Operation>, blocks: Blocks) -> Reduce {
+        Reduce::Running(InFlight::new(operation, &self.communicator, blocks.pieces()))
     }
 
     /// Starts to gather `shard`; with one rank it is the whole already.
@@ -191,7 +196,7 @@ impl Group {
             return Ok(Reduce::Ready(None));
         }
         let out = self.device.allocate(blocks.own_bytes(self.rank()).len())?;
-        Ok(Reduce::Running(self.in_flight(self.communicator.reduce_scatter(dtype, blocks, out)?)))
+        Ok(self.reducing(self.communicator.reduce_scatter(dtype, blocks, out)?, blocks))
     }
 
     /// Starts an all-reduce whose blocks are still to be handed in; with one rank its own block is the sum.
@@ -211,7 +216,7 @@ impl Group {
         blocks: Blocks,
         out: BufferMut,
     ) -> Result<Reduce> {
-        Ok(Reduce::Running(self.in_flight(self.communicator.all_reduce(dtype, op, blocks, out)?)))
+        Ok(self.reducing(self.communicator.all_reduce(dtype, op, blocks, out)?, blocks))
     }
 
     /// Starts an all-reduce of `summand`.

@@ -1,5 +1,30 @@
 //! Asynchronous tensor-parallel linear layers: one matrix over several devices, with the communication hidden under the
 //! multiplication, forward and backward.
+//!
+//! - [`TensorParallelColumnLinear`] and [`TensorParallelRowLinear`] are the layers, [`LinearMode`] says what they keep whole,
+//!   [`Overlap`] how they hide their communication.
+//! - [`LocalWorld`] runs ranks as threads of this process, each with its [`Group`]: a [`Device`] and a [`Communicator`], the two
+//!   seams behind which the engines stand.
+//! - [`Tensor`] knows its [`Placement`] over the ranks; [`Pending`] is one that a collective is bringing.
+//! - [`timeline`] shows what ran beside what.
+//!
+//! ```
+//! use async_tensor_parallel::{LinearMode, LocalWorld, Overlap, Placement, TensorParallelColumnLinear};
+//!
+//! LocalWorld::new(4)?.run(|group| {
+//!     let layer = TensorParallelColumnLinear::<f32>::builder(64, 256) // in_features, out_features of the whole
+//!         .mode(LinearMode::ReduceScatter)
+//!         .overlap(Overlap::Pipelined { chunks: 0 })
+//!         .build(group)?;
+//!     let x = group.tensor(&[0.5; 8 * 64], &[8, 64], Placement::Rows)?; // this rank's rows
+//!     let (y, saved) = layer.forward(&x)?; // all 32 rows, this rank's 64 features
+//!     let dy = group.tensor(&[1.0; 32 * 64], y.shape(), Placement::Features)?;
+//!     let dx = layer.backward(saved, &dy)?; // this rank's rows; the weight's gradient is added up in the layer
+//!     assert_eq!(dx.shape()[..], [8, 64]);
+//!     Ok(())
+//! })?;
+//! # Ok::<(), async_tensor_parallel::Error>(())
+//! ```
 
 mod comm;
 mod device;
@@ -34,3 +59,7 @@ pub use linear::{LinearBuilder, LinearConfig, LinearLayer, LinearMode, Overlap, 
 pub use memory::{Buffer, BufferMut, Memory};
 pub use parameter::Parameter;
 pub use tensor::{Placement, Shape, Tensor};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -14,7 +14,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::comm::{Blocks, Communicator, DEFAULT_DEADLINE, Operation, ReduceOp};
+use crate::comm::{Blocks, Communicator, DEFAULT_DEADLINE, GAVE_UP, Operation, ReduceOp};
 use crate::device::cpu::kernels::{self, Accumulate, Convert, for_float};
 use crate::device::cpu::memory::{bytes, bytes_mut, elements, elements_mut};
 use crate::device::{Device, same_length};
@@ -286,8 +286,11 @@ struct Queue {
     sequence: u64,
     sends: Vec<u64>,
     receives: Vec<u64>,
-    /// Operations to be used again once nobody holds them.
+    /// Operations to be used again once nobody holds them, and where to look first.
     recycled: Vec<Arc<Op>>,
+    next: usize,
+    /// The most pieces of any operation so far: each has room for as many.
+    most_pieces: usize,
     closed: Option<Error>,
 }
 
@@ -330,7 +333,15 @@ pub(crate) struct HostCommunicator {
     progress: Option<JoinHandle<()>>,
 }
 
+/// Room for the messages that may have queued up somewhere.
+pub(crate) fn backlog(world_size: usize) -> usize {
+    64 + 16 * world_size.min(64)
+}
+
 impl HostCommunicator {
+    /// Operations that are made beforehand.
+    const SPARE: usize = 8;
+
     /// Starts the progress thread of a rank with host memory.
     #[allow(dead_code, reason = "not every engine has host memory")]
     pub(crate) fn new(
@@ -364,7 +375,15 @@ impl HostCommunicator {
             work,
             recorder,
         });
-        let engine = Engine { shared: Arc::clone(&shared), transport, active: Vec::new(), done: Vec::new() };
+        // More than are ever in flight at once in a layer: how many that is depends on timing, and none should be made in
+        // the steady state.
+        let spare = (0..Self::SPARE).map(|_| Op::new(&shared)).collect::<Result<Vec<_>>>()?;
+        let mut queue = shared.queue();
+        queue.recycled.extend(spare);
+        queue.commands.reserve(backlog(world_size));
+        drop(queue);
+        let (active, done) = (Vec::with_capacity(Self::SPARE), Vec::with_capacity(backlog(world_size)));
+        let engine = Engine { shared: Arc::clone(&shared), transport, active, done };
         let progress = std::thread::Builder::new()
             .name(format!("communication of rank {rank}"))
             .spawn(move || engine.run())
@@ -385,34 +404,24 @@ impl HostCommunicator {
         };
         header.sequence = *counter;
         *counter += 1;
-        let op = match queue.recycled.iter().position(|op| Arc::strong_count(op) == 1) {
+        // In turn, so that all of them have soon grown to the sizes in use.
+        let (count, first) = (queue.recycled.len(), queue.next);
+        let free = (0..count).map(|step| (first + step) % count).find(|i| Arc::strong_count(&queue.recycled[*i]) == 1);
+        let op = match free {
             Some(free) => {
                 // Pairs with the release in the last handle's drop.
                 std::sync::atomic::fence(Ordering::Acquire);
+                queue.next = (free + 1) % count;
                 Arc::clone(&queue.recycled[free])
             }
             None => {
-                let op = Arc::new(Op {
-                    state: Mutex::new(State {
-                        header,
-                        blocks,
-                        pieces: Vec::new(),
-                        staging: Vec::new(),
-                        begun: None,
-                        last: None,
-                        held: Vec::new(),
-                        arrived: Vec::new(),
-                        looked: 0,
-                        outstanding: 0,
-                        outcome: None,
-                    }),
-                    changed: Condvar::new(),
-                    shared: Arc::clone(&self.shared),
-                });
+                let op = Op::new(&self.shared)?;
                 queue.recycled.push(Arc::clone(&op));
                 op
             }
         };
+        queue.most_pieces = queue.most_pieces.max(blocks.pieces());
+        let room = queue.most_pieces;
         drop(queue);
         let mut state = op.lock();
         // Of one that nobody waited for: its buffers are about to be let go.
@@ -420,11 +429,14 @@ impl HostCommunicator {
         state.header = header;
         state.blocks = blocks;
         state.pieces.clear();
+        state.pieces.reserve(room);
         state.pieces.resize_with(blocks.pieces(), Piece::default);
         state.staging.clear();
+        state.staging.reserve(room);
+        state.held.reserve(2 * room);
         state.begun = None;
         state.arrived.clear();
-        state.arrived.reserve(blocks.pieces());
+        state.arrived.reserve(room);
         state.looked = 0;
         state.outstanding = 0;
         state.outcome = None;
@@ -493,6 +505,8 @@ impl Drop for HostCommunicator {
             // The thread ends by itself: after what is in flight, or at its error. It does not panic.
             let _ = progress.join();
         }
+        // They hold what holds them.
+        self.shared.queue().recycled.clear();
     }
 }
 
@@ -655,6 +669,24 @@ impl State {
 }
 
 impl Op {
+    /// One that has not been used yet.
+    fn new(shared: &Arc<Shared>) -> Result<Arc<Self>> {
+        let state = State {
+            header: Header { kind: Kind::Barrier, dtype: DType::F32, bytes: 0, chunks: 1, sequence: 0 },
+            blocks: Blocks::new(ShardLayout::uneven(0, 1)?, 0),
+            pieces: Vec::new(),
+            staging: Vec::new(),
+            begun: None,
+            last: None,
+            held: Vec::new(),
+            arrived: Vec::new(),
+            looked: 0,
+            outstanding: 0,
+            outcome: None,
+        };
+        Ok(Arc::new(Self { state: Mutex::new(state), changed: Condvar::new(), shared: Arc::clone(shared) }))
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -683,14 +715,18 @@ impl Op {
         }
     }
 
-    fn time_out(&self, header: &Header, waited: Duration) -> Error {
-        let error = Error::Timeout {
+    fn timed_out(&self, header: &Header, waited: Duration) -> Error {
+        Error::Timeout {
             rank: self.shared.rank,
             operation: header.to_string(),
             sequence: header.sequence,
             seconds: waited.as_secs_f64(),
             missing: self.shared.control.missing(header),
-        };
+        }
+    }
+
+    fn time_out(&self, header: &Header, waited: Duration) -> Error {
+        let error = self.timed_out(header, waited);
         self.shared.control.close(&error);
         self.shared.control.wake();
         error
@@ -814,7 +850,15 @@ impl<T: Transport> Engine<T> {
             for op in self.active.drain(..) {
                 let mut state = op.lock();
                 if state.outcome.is_none() {
-                    state.outcome = Some(Err(error.clone()));
+                    // The error of one operation is the reason why the others cannot be done.
+                    let own = match &error {
+                        Error::Timeout { sequence, .. } | Error::Mismatch { sequence, .. } => {
+                            *sequence == state.header.sequence
+                        }
+                        _ => true,
+                    };
+                    let error = if own { error.clone() } else { closed(self.shared.rank, &error) };
+                    state.outcome = Some(Err(error));
                 }
                 op.changed.notify_all();
             }
@@ -835,25 +879,21 @@ impl<T: Transport> Engine<T> {
     }
 
     fn serve(&mut self) -> Result<()> {
-        let mut stopping = false;
+        let mut stopped: Option<Instant> = None;
         loop {
             let command = self.shared.queue().commands.pop_front();
             match command {
-                Some(Command::Start(op)) => {
-                    if let Err(error) = self.begin(Arc::clone(&op)) {
-                        // Its waiters are told with the others.
-                        self.active.push(op);
-                        return Err(error);
-                    }
-                }
+                Some(Command::Start(op)) => self.begin(op)?,
                 Some(Command::Contribute(op, piece)) => self.contribute(&op, piece)?,
-                Some(Command::Stop) => stopping = true,
+                Some(Command::Stop) => stopped = Some(Instant::now()),
                 None => {
-                    if stopping && self.active.is_empty() {
-                        return Ok(());
-                    }
+                    let patience = match stopped {
+                        None => Self::PATIENCE,
+                        Some(_) if self.active.is_empty() => return Ok(()),
+                        Some(since) => self.finishing(since)?,
+                    };
                     let mut done = std::mem::take(&mut self.done);
-                    self.transport.progress(&mut done, Self::PATIENCE)?;
+                    self.transport.progress(&mut done, patience)?;
                     for completion in done.drain(..) {
                         self.complete(completion)?;
                     }
@@ -863,9 +903,39 @@ impl<T: Transport> Engine<T> {
         }
     }
 
+    /// Whether what is in flight, of a communicator that nobody holds any more, can still end well; and how long to wait for it.
+    fn finishing(&self, since: Instant) -> Result<Duration> {
+        let rank = self.shared.rank;
+        for op in &self.active {
+            let state = op.lock();
+            let header = state.header;
+            let reduction = matches!(header.kind, Kind::ReduceScatter | Kind::AllReduce(_));
+            if reduction && state.pieces.iter().any(|piece| !piece.contributed) {
+                return Err(Error::PeerLost {
+                    rank,
+                    seen_by: rank,
+                    operation: header.to_string(),
+                    sequence: header.sequence,
+                    reason: GAVE_UP.into(),
+                });
+            }
+        }
+        let deadline = Duration::from_millis(self.shared.deadline.load(Ordering::Relaxed));
+        let left = deadline.saturating_sub(since.elapsed());
+        match self.active.first() {
+            Some(op) if left.is_zero() => {
+                let header = op.lock().header;
+                Err(op.timed_out(&header, since.elapsed()))
+            }
+            _ => Ok(left),
+        }
+    }
+
     /// Posts all messages of an operation that can be posted at its start. In step `s` every rank sends to the `s`-th
     /// rank after it and receives from the `s`-th before it, so that no two ranks send to the same one.
     fn begin(&mut self, op: Arc<Op>) -> Result<()> {
+        // Before anything can fail: who waits for it must be told.
+        self.active.push(Arc::clone(&op));
         let Shared { rank, world_size, .. } = *self.shared;
         let mut guard = op.lock();
         let state = &mut *guard;
@@ -933,13 +1003,7 @@ impl<T: Transport> Engine<T> {
                 state.outstanding += 1;
             }
         }
-        let finished = Self::finish(state);
-        drop(guard);
-        op.changed.notify_all();
-        if !finished {
-            self.active.push(op);
-        }
-        Ok(())
+        self.settle(guard, &op)
     }
 
     fn receive_summand(&mut self, state: &mut State, from: usize, chunk: usize) -> Result<()> {

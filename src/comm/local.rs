@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::comm::host::{
-    Completion, Control, Header, Held, HostCommunicator, HostWork, Kind, Mark, Message, Transport, Work,
+    Completion, Control, Header, Held, HostCommunicator, HostWork, Kind, Mark, Message, Transport, Work, backlog,
 };
 use crate::comm::{Communicator, DEFAULT_DEADLINE};
 use crate::device::{Cpu, Device};
@@ -137,7 +137,7 @@ impl LocalWorld {
         self.run_each(f).into_iter().map(|(_, outcome)| outcome).collect()
     }
 
-    fn run_each<R: Send>(&self, f: impl Fn(&Group) -> Result<R> + Sync) -> Vec<(Instant, Result<R>)> {
+    fn run_each<R: Send>(&self, f: impl Fn(&Group) -> Result<R> + Sync) -> Outcomes<R> {
         let board = Board::new(
             (0..self.world_size).collect(),
             self.link.map(|link| Arc::new(Ports::new(link, self.world_size))),
@@ -246,6 +246,10 @@ pub(crate) struct Board {
 struct Posted {
     /// Messages for each rank that it has not taken yet.
     mail: Vec<Vec<Letter>>,
+    /// Messages that each rank wants and has not taken yet.
+    expected: Vec<Vec<Address>>,
+    /// Letters posted so far.
+    posted: u64,
     /// Messages of each rank that have been taken.
     taken: Vec<Vec<(Header, Message, Option<Held>)>>,
     /// The latest operations of each rank.
@@ -266,6 +270,36 @@ struct Letter {
     data: Buffer,
     /// When the data is there.
     after: Option<Mark>,
+    /// Letters are served in the order in which they were posted.
+    number: u64,
+    /// Since when both sides are ready.
+    ready: Option<Instant>,
+    /// Bytes that have not departed yet, and when the first did.
+    left: usize,
+    departure: Option<Instant>,
+    /// When it departed and when it has arrived, once all of it is on its way.
+    route: Option<(Instant, Instant)>,
+}
+
+impl Letter {
+    fn address(&self) -> Address {
+        Address::new(self.from, self.part, &self.header)
+    }
+}
+
+/// What sender and receiver know a message by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Address {
+    from: usize,
+    part: usize,
+    sequence: u64,
+    pairwise: bool,
+}
+
+impl Address {
+    fn new(from: usize, part: usize, header: &Header) -> Self {
+        Self { from, part, sequence: header.sequence, pairwise: header.is_pairwise() }
+    }
 }
 
 /// Why the group ended.
@@ -328,8 +362,10 @@ impl Board {
             changed: (0..count).map(|_| Condvar::new()).collect(),
             ports,
             state: Mutex::new(Posted {
-                mail: (0..count).map(|_| Vec::new()).collect(),
-                taken: (0..count).map(|_| Vec::new()).collect(),
+                mail: (0..count).map(|_| Vec::with_capacity(backlog(count))).collect(),
+                expected: (0..count).map(|_| Vec::with_capacity(backlog(count))).collect(),
+                posted: 0,
+                taken: (0..count).map(|_| Vec::with_capacity(backlog(count))).collect(),
                 announced: (0..count).map(|_| VecDeque::with_capacity(Self::REMEMBERED + 1)).collect(),
                 lost: vec![None; count],
                 woken: vec![false; count],
@@ -348,8 +384,8 @@ impl Board {
         let transport = LocalTransport {
             board: Arc::clone(self),
             rank,
-            wanted: Vec::new(),
-            transit: Vec::new(),
+            wanted: Vec::with_capacity(backlog(self.members.len())),
+            transit: Vec::with_capacity(backlog(self.members.len())),
             work: Arc::clone(&seat.work),
             recorder: seat.recorder.clone(),
         };
@@ -415,6 +451,52 @@ impl Board {
     fn wake(&self, state: &mut Posted, rank: usize) {
         state.woken[rank] = true;
         self.changed[rank].notify_one();
+    }
+
+    /// Sends off what is ready. Over a link, whenever a port is free it sends the next part of a ready letter of the earliest
+    /// operation: of that whose receiver is free first, or else was posted first, as ports that share a switch do. Which progress thread calls this,
+    /// and how late, makes no difference: what happened since the last call is made up for in its own order. Returns when it
+    /// is worth asking again.
+    fn dispatch(&self, state: &mut Posted) -> Option<Instant> {
+        let now = Instant::now();
+        let Some(ports) = &self.ports else {
+            for to in 0..self.members.len() {
+                let ready = state.mail[to].iter_mut().filter(|letter| letter.ready.is_some() && letter.route.is_none());
+                if ready.map(|letter| letter.route = Some((now, now))).count() > 0 {
+                    self.wake(state, to);
+                }
+            }
+            return None;
+        };
+        let mut ports = ports.lock();
+        loop {
+            let mut next = None;
+            for (to, mail) in state.mail.iter().enumerate() {
+                let waiting = mail.iter().enumerate().filter(|(_, letter)| letter.left > 0 || letter.route.is_none());
+                for (index, letter) in waiting {
+                    let Some(ready) = letter.ready else { continue };
+                    let departure = ports.of(self.members[letter.from]).sending.max(ready);
+                    let received = ports.of(self.members[to]).receiving.max(departure);
+                    let key = (departure, letter.header.sequence, received, letter.number, to, index);
+                    if next.is_none_or(|least| key < least) {
+                        next = Some(key);
+                    }
+                }
+            }
+            let (departure, .., to, index) = next?;
+            if departure > now {
+                return Some(departure);
+            }
+            let letter = &mut state.mail[to][index];
+            let part = letter.data.len().div_ceil(Ports::PARTS).max(Ports::SMALLEST_PART).min(letter.left);
+            letter.left -= part;
+            letter.departure.get_or_insert(departure);
+            let arrival = ports.book(self.members[letter.from], self.members[to], part, departure);
+            if letter.left == 0 {
+                letter.route = letter.departure.map(|departure| (departure, arrival));
+                self.wake(state, to);
+            }
+        }
     }
 
     /// `rank` starts an operation: fails where another rank's operation of the same number differs.
@@ -513,21 +595,40 @@ struct Port {
 }
 
 impl Ports {
+    /// A letter goes in this many parts, so that letters to several ranks, or from several, share a port.
+    const PARTS: usize = 16;
+    /// The least bytes of a part that is not the last.
+    const SMALLEST_PART: usize = 16 << 10;
+
     fn new(link: Link, count: usize) -> Self {
         let now = Instant::now();
         Self { link, busy: Mutex::new(vec![Port { sending: now, receiving: now }; count]) }
     }
 
-    /// When a message departs and when it has arrived. Each port serves its messages in turn, and a message has arrived
-    /// when both ports have had the time for it: the switch between them holds what one of them is not ready for, so that
-    /// an exchange among all ranks takes as long as its busiest port, in whatever order the messages were posted.
-    fn book(&self, from: usize, to: usize, bytes: usize, now: Instant) -> (Instant, Instant) {
+    fn lock(&self) -> Busy<'_> {
+        Busy { link: self.link, ports: self.busy.lock().unwrap_or_else(PoisonError::into_inner) }
+    }
+}
+
+struct Busy<'a> {
+    link: Link,
+    ports: MutexGuard<'a, Vec<Port>>,
+}
+
+impl Busy<'_> {
+    fn of(&self, rank: usize) -> Port {
+        self.ports[rank]
+    }
+
+    /// When `bytes` that depart at `departure`, when the sender's port is free, have arrived: when both ports have had the
+    /// time for them. The switch between them holds what the receiver's is not ready for.
+    fn book(&mut self, from: usize, to: usize, bytes: usize, departure: Instant) -> Instant {
         let duration = self.link.transfer(bytes);
-        let mut busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
-        let departure = busy[from].sending.max(now);
-        busy[from].sending = departure + duration;
-        busy[to].receiving = busy[to].receiving.max(now) + duration;
-        (departure, busy[from].sending.max(busy[to].receiving) + self.link.latency)
+        let sent = departure + duration;
+        self.ports[from].sending = sent;
+        let received = self.ports[to].receiving.max(departure) + duration;
+        self.ports[to].receiving = received;
+        sent.max(received) + self.link.latency
     }
 }
 
@@ -567,16 +668,16 @@ impl LocalTransport {
         let mut index = 0;
         while index < self.wanted.len() {
             let Wanted { header, message, .. } = &self.wanted[index];
-            let found = state.mail[self.rank].iter().position(|letter| {
-                letter.from == message.peer
-                    && letter.part == message.part
-                    && letter.header.sequence == header.sequence
-                    && letter.header.is_pairwise() == header.is_pairwise()
-            });
-            let Some(found) = found else {
+            let address = Address::new(message.peer, message.part, header);
+            let arriving = state.mail[self.rank].iter().enumerate();
+            let found = arriving
+                .filter(|(_, letter)| letter.address() == address)
+                .find_map(|(index, letter)| letter.route.map(|route| (index, route)));
+            let Some((found, (departure, arrival))) = found else {
                 index += 1;
                 continue;
             };
+            state.expected[self.rank].retain(|expected| *expected != address);
             let letter = state.mail[self.rank].remove(found);
             let Wanted { header, message, into } = self.wanted.remove(index);
             if letter.data.len() != into.len() || letter.header.dtype != header.dtype {
@@ -584,14 +685,6 @@ impl LocalTransport {
                 state.failure.get_or_insert(failure);
                 return Ok(());
             }
-            let now = Instant::now();
-            let (departure, arrival) = match &self.board.ports {
-                Some(ports) => {
-                    let world_rank = |rank: usize| self.board.members[rank];
-                    ports.book(world_rank(letter.from), world_rank(self.rank), into.len(), now)
-                }
-                None => (now, now),
-            };
             let copied = false;
             self.transit.push(Transit { header, message, letter, into, departure, arrival, copied, done: None });
         }
@@ -660,14 +753,37 @@ impl Transport for LocalTransport {
 
     fn send(&mut self, header: &Header, message: Message, data: Buffer, after: Option<Mark>) -> Result<()> {
         let mut state = self.board.lock();
-        let letter = Letter { from: self.rank, header: *header, part: message.part, data, after };
+        let address = Address::new(self.rank, message.part, header);
+        let ready = state.expected[message.peer].contains(&address).then(Instant::now);
+        state.posted += 1;
+        let letter = Letter {
+            from: self.rank,
+            header: *header,
+            part: message.part,
+            number: state.posted,
+            ready,
+            left: data.len(),
+            departure: None,
+            route: None,
+            data,
+            after,
+        };
         state.mail[message.peer].push(letter);
+        // A receiver that is not ready yet must see that the letter is not the one it wants.
         self.board.wake(&mut state, message.peer);
         Ok(())
     }
 
     fn receive(&mut self, header: &Header, message: Message, into: BufferMut) -> Result<()> {
         self.wanted.push(Wanted { header: *header, message, into });
+        let address = Address::new(message.peer, message.part, header);
+        let mut state = self.board.lock();
+        state.expected[self.rank].push(address);
+        if let Some(letter) = state.mail[self.rank].iter_mut().find(|letter| letter.address() == address) {
+            letter.ready = Some(Instant::now());
+            // The sender's thread keeps the time of what follows.
+            self.board.wake(&mut state, message.peer);
+        }
         Ok(())
     }
 
@@ -675,6 +791,7 @@ impl Transport for LocalTransport {
         let board = Arc::clone(&self.board);
         let mut state = board.lock();
         loop {
+            let turn = board.dispatch(&mut state);
             self.match_mail(&mut state)?;
             if let Some(failure) = &state.failure {
                 return Err(failure.seen_by(self.rank));
@@ -698,7 +815,7 @@ impl Transport for LocalTransport {
             if state.woken[self.rank] {
                 continue;
             }
-            let next = self.transit.iter().map(|transit| transit.arrival).min();
+            let next = self.transit.iter().map(|transit| transit.arrival).chain(turn).min();
             let sleep = next.map_or(patience, |at| at.saturating_duration_since(Instant::now()).min(patience));
             if sleep.is_zero() {
                 continue;
@@ -752,27 +869,63 @@ impl Control for LocalControl {
 mod tests {
     use super::*;
 
-    #[test]
-    fn an_exchange_takes_as_long_as_its_busiest_port_in_any_order() {
-        let link = Link { bandwidth: 1000.0, latency: Duration::from_millis(5) };
-        let now = Instant::now() + Duration::from_secs(1);
-        let second = Duration::from_secs(1);
-        for order in [[0, 1, 2], [2, 1, 0], [1, 2, 0]] {
-            let ports = Ports::new(link, 4);
-            let mut last = now;
-            for to in 0..4 {
-                for step in order {
-                    let (departure, arrival) = ports.book((to + 3 - step) % 4, to, 1000, now);
-                    assert!(departure >= now && arrival >= departure + second + link.latency);
-                    last = last.max(arrival);
-                }
+    /// One exchange of `bytes` among all ranks, whose letters become ready when `ready(from, to)` says.
+    fn exchange(n: usize, bytes: usize, ready: impl Fn(usize, usize) -> Duration) -> (Duration, Duration) {
+        let link = Link { bandwidth: 1e7, latency: Duration::from_millis(5) };
+        let ports = Arc::new(Ports::new(link, n));
+        let begin = ports.lock().of(0).sending;
+        let board = Board::new((0..n).collect(), Some(ports));
+        let device = Cpu::new(1);
+        let header = Header { kind: Kind::AllGather, dtype: crate::DType::F32, bytes, chunks: 1, sequence: 0 };
+        let mut state = board.lock();
+        for step in 1..n {
+            for from in 0..n {
+                let to = (from + step) % n;
+                state.posted += 1;
+                let letter = Letter {
+                    from,
+                    header,
+                    part: from,
+                    data: device.allocate(bytes).unwrap().freeze(),
+                    number: state.posted,
+                    ready: Some(begin + ready(from, to)),
+                    left: bytes,
+                    departure: None,
+                    route: None,
+                    after: None,
+                };
+                state.mail[to].push(letter);
             }
-            assert_eq!(last, now + second * 3 + link.latency);
         }
-        // Both directions at once, and idle time is not saved up.
-        let ports = Ports::new(link, 2);
-        assert_eq!(ports.book(0, 1, 1000, now), (now, now + second + link.latency));
-        assert_eq!(ports.book(1, 0, 1000, now), (now, now + second + link.latency));
-        assert_eq!(ports.book(0, 1, 500, now + second * 9), (now + second * 9, now + second * 19 / 2 + link.latency));
+        while let Some(turn) = board.dispatch(&mut state) {
+            std::thread::sleep(turn.saturating_duration_since(Instant::now()));
+        }
+        let routes = state.mail.iter().flatten().map(|letter| letter.route.unwrap());
+        let (first, last) = routes.fold((None, begin), |(first, last), (departure, arrival)| {
+            assert!(arrival >= departure + link.transfer(bytes) + link.latency, "faster than the link");
+            (Some(first.map_or(departure, |first: Instant| first.min(departure))), last.max(arrival))
+        });
+        (first.unwrap() - begin, last - begin)
+    }
+
+    #[test]
+    fn an_exchange_takes_as_long_as_its_busiest_port() {
+        // 3 × 20 ms through each port.
+        let (first, last) = exchange(4, 200_000, |_, _| Duration::ZERO);
+        assert_eq!((first, last), (Duration::ZERO, Duration::from_millis(65)));
+        // Two ranks: both directions at once.
+        assert_eq!(exchange(2, 200_000, |_, _| Duration::ZERO).1, Duration::from_millis(25));
+    }
+
+    #[test]
+    fn a_late_rank_delays_the_others_by_no_more_than_its_delay_and_a_part() {
+        for late in 0..4 {
+            let delay = Duration::from_millis(7);
+            let ready = |from, to| if from == late || to == late { delay } else { Duration::ZERO };
+            let (_, last) = exchange(4, 1_000_000, ready);
+            let least = Duration::from_millis(305);
+            assert!(last >= least, "{last:?}");
+            assert!(last <= least + delay + Duration::from_millis(2 * 100 / 16), "{last:?}");
+        }
     }
 }

@@ -1,36 +1,4 @@
-//! `Y = X Wᵀ + b` with the weight's rows (output features) sharded.
-//!
-//! Rank r holds rows r of `W` and of `b`. In [`LinearMode::ReduceScatter`] it also holds rows r of `X`; its output is *its
-//! weight shard applied to every rank's rows*: the rows before its own, its own, and those after.
-//!
-//! | | forward | backward |
-//! | --- | --- | --- |
-//! | `ReduceScatter` | gather X; Y_r = X W_rᵀ + b_r | dX = reduce_scatter(dY_r W_r); dW_r = dY_rᵀ X; db_r = column sums of dY_r |
-//! | `AllReduce` | Y_r = X W_rᵀ + b_r | dX = all_reduce(dY_r W_r); dW_r, db_r as above |
-//!
-//! ```
-//! use async_tensor_parallel::{LinearMode, LocalWorld, Overlap, Placement, TensorParallelColumnLinear};
-//!
-//! // W = [[1, 2], [3, 4]]: rank 0 holds the first row, rank 1 the second. Each holds one row of X.
-//! LocalWorld::new(2)?.run(|group| {
-//!     let layer = TensorParallelColumnLinear::<f32>::builder(2, 2)
-//!         .mode(LinearMode::ReduceScatter)
-//!         .overlap(Overlap::Async)
-//!         .from_full(group, &[1.0, 2.0, 3.0, 4.0], None)?;
-//!     let x = group.tensor(&[[1.0, 0.0], [0.0, 1.0]][group.rank()], &[1, 2], Placement::Rows)?;
-//!     let (y, saved) = layer.forward(&x)?;
-//!     // Y = X Wᵀ = [[1, 3], [2, 4]]: all rows, this rank's column.
-//!     assert_eq!(y.to_vec()?, [[1.0, 2.0], [3.0, 4.0]][group.rank()]);
-//!
-//!     let dy = group.tensor(&[1.0, 1.0], &[2, 1], Placement::Features)?;
-//!     let dx = layer.backward(saved, &dy)?;
-//!     // dX = dY W = [[4, 6], [4, 6]]: this rank's row.
-//!     assert_eq!(dx.to_vec()?, [4.0, 6.0]);
-//!     assert_eq!(layer.weight_grad()?.to_vec()?, [1.0, 1.0]);
-//!     Ok(())
-//! })?;
-//! # Ok::<(), async_tensor_parallel::Error>(())
-//! ```
+//! The column layer.
 
 use std::borrow::Borrow;
 use std::ops::Range;
@@ -46,7 +14,39 @@ use crate::parameter::Parameter;
 use crate::tensor::{Placement, Tensor};
 use crate::{Error, Result};
 
-/// A linear layer whose output features are sharded over the ranks. See the [module](self).
+/// A linear layer whose output features are sharded over the ranks: `Y = X Wᵀ + b` with the weight's rows (output features) sharded.
+///
+/// Rank r holds rows r of `W` and of `b`. In [`LinearMode::ReduceScatter`] it also holds rows r of `X`; its output is *its
+/// weight shard applied to every rank's rows*: the rows before its own, its own, and those after.
+///
+/// | | forward | backward |
+/// | --- | --- | --- |
+/// | `ReduceScatter` | gather X; Y_r = X W_rᵀ + b_r | dX = reduce_scatter(dY_r W_r); dW_r = dY_rᵀ X; db_r = column sums of dY_r |
+/// | `AllReduce` | Y_r = X W_rᵀ + b_r | dX = all_reduce(dY_r W_r); dW_r, db_r as above |
+///
+/// ```
+/// use async_tensor_parallel::{LinearMode, LocalWorld, Overlap, Placement, TensorParallelColumnLinear};
+///
+/// // W = [[1, 2], [3, 4]]: rank 0 holds the first row, rank 1 the second. Each holds one row of X.
+/// LocalWorld::new(2)?.run(|group| {
+///     let layer = TensorParallelColumnLinear::<f32>::builder(2, 2)
+///         .mode(LinearMode::ReduceScatter)
+///         .overlap(Overlap::Async)
+///         .from_full(group, &[1.0, 2.0, 3.0, 4.0], None)?;
+///     let x = group.tensor(&[[1.0, 0.0], [0.0, 1.0]][group.rank()], &[1, 2], Placement::Rows)?;
+///     let (y, saved) = layer.forward(&x)?;
+///     // Y = X Wᵀ = [[1, 3], [2, 4]]: all rows, this rank's column.
+///     assert_eq!(y.to_vec()?, [[1.0, 2.0], [3.0, 4.0]][group.rank()]);
+///
+///     let dy = group.tensor(&[1.0, 1.0], &[2, 1], Placement::Features)?;
+///     let dx = layer.backward(saved, &dy)?;
+///     // dX = dY W = [[4, 6], [4, 6]]: this rank's row.
+///     assert_eq!(dx.to_vec()?, [4.0, 6.0]);
+///     assert_eq!(layer.weight_grad()?.to_vec()?, [1.0, 1.0]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), async_tensor_parallel::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct TensorParallelColumnLinear<T: Float> {
     shard: Shard<T>,

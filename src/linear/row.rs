@@ -1,35 +1,4 @@
-//! `Y = X Wᵀ + b` with the weight's columns (input features) sharded.
-//!
-//! Rank r holds columns r of `W` and features r of `X`: the product of the two is a summand of `Y`. The bias is whole on
-//! every rank and counts once: the first rank adds it to its summand. Its gradient is the same on all ranks.
-//!
-//! | | forward | backward |
-//! | --- | --- | --- |
-//! | `ReduceScatter` | Y = reduce_scatter(X_r W_rᵀ) by rows, + b | gather dY; dX_r = dY W_r; dW_r = dYᵀ X_r; db = column sums of dY |
-//! | `AllReduce` | Y = all_reduce(X_r W_rᵀ) + b | dX_r = dY W_r; dW_r = dYᵀ X_r; db as above |
-//!
-//! ```
-//! use async_tensor_parallel::{LinearMode, LocalWorld, Overlap, Placement, TensorParallelRowLinear};
-//!
-//! // W = [[1, 2]]: rank 0 holds the first column, rank 1 the second. Each holds one feature of X = [[1, 1], [2, 3]].
-//! LocalWorld::new(2)?.run(|group| {
-//!     let layer = TensorParallelRowLinear::<f32>::builder(2, 1)
-//!         .mode(LinearMode::ReduceScatter)
-//!         .overlap(Overlap::Async)
-//!         .from_full(group, &[1.0, 2.0], None)?;
-//!     let x = group.tensor(&[[1.0, 2.0], [1.0, 3.0]][group.rank()], &[2, 1], Placement::Features)?;
-//!     let (y, saved) = layer.forward(&x)?;
-//!     // Y = X Wᵀ = [[3], [8]]: this rank's row.
-//!     assert_eq!(y.to_vec()?, [[3.0], [8.0]][group.rank()]);
-//!
-//!     let dy = group.tensor(&[[1.0], [10.0]][group.rank()], &[1, 1], Placement::Rows)?;
-//!     let dx = layer.backward(saved, &dy)?;
-//!     // dX = dY W = [[1, 2], [10, 20]]: all rows, this rank's feature.
-//!     assert_eq!(dx.to_vec()?, [[1.0, 10.0], [2.0, 20.0]][group.rank()]);
-//!     Ok(())
-//! })?;
-//! # Ok::<(), async_tensor_parallel::Error>(())
-//! ```
+//! The row layer.
 
 use std::borrow::Borrow;
 use std::ops::Range;
@@ -44,7 +13,38 @@ use crate::layout::ShardLayout;
 use crate::parameter::Parameter;
 use crate::tensor::{Placement, Tensor};
 
-/// A linear layer whose input features are sharded over the ranks. See the [module](self).
+/// A linear layer whose input features are sharded over the ranks: `Y = X Wᵀ + b` with the weight's columns (input features) sharded.
+///
+/// Rank r holds columns r of `W` and features r of `X`: the product of the two is a summand of `Y`. The bias is whole on
+/// every rank and counts once: the first rank adds it to its summand. Its gradient is the same on all ranks.
+///
+/// | | forward | backward |
+/// | --- | --- | --- |
+/// | `ReduceScatter` | Y = reduce_scatter(X_r W_rᵀ) by rows, + b | gather dY; dX_r = dY W_r; dW_r = dYᵀ X_r; db = column sums of dY |
+/// | `AllReduce` | Y = all_reduce(X_r W_rᵀ) + b | dX_r = dY W_r; dW_r = dYᵀ X_r; db as above |
+///
+/// ```
+/// use async_tensor_parallel::{LinearMode, LocalWorld, Overlap, Placement, TensorParallelRowLinear};
+///
+/// // W = [[1, 2]]: rank 0 holds the first column, rank 1 the second. Each holds one feature of X = [[1, 1], [2, 3]].
+/// LocalWorld::new(2)?.run(|group| {
+///     let layer = TensorParallelRowLinear::<f32>::builder(2, 1)
+///         .mode(LinearMode::ReduceScatter)
+///         .overlap(Overlap::Async)
+///         .from_full(group, &[1.0, 2.0], None)?;
+///     let x = group.tensor(&[[1.0, 2.0], [1.0, 3.0]][group.rank()], &[2, 1], Placement::Features)?;
+///     let (y, saved) = layer.forward(&x)?;
+///     // Y = X Wᵀ = [[3], [8]]: this rank's row.
+///     assert_eq!(y.to_vec()?, [[3.0], [8.0]][group.rank()]);
+///
+///     let dy = group.tensor(&[[1.0], [10.0]][group.rank()], &[1, 1], Placement::Rows)?;
+///     let dx = layer.backward(saved, &dy)?;
+///     // dX = dY W = [[1, 2], [10, 20]]: all rows, this rank's feature.
+///     assert_eq!(dx.to_vec()?, [[1.0, 10.0], [2.0, 20.0]][group.rank()]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), async_tensor_parallel::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct TensorParallelRowLinear<T: Float> {
     shard: Shard<T>,

@@ -256,8 +256,9 @@ impl Shared {
     /// Looks after what is in flight: errors of NCCL's, ranks that are lost, deadlines.
     fn look(&self) -> Result<()> {
         self.handle.poll()?;
-        let ops = self.calls().ops.clone();
-        for op in ops {
+        // One by one, as others call meanwhile, and without a copy of the list.
+        let op = |index: usize| self.calls().ops.get(index).cloned();
+        for op in (0..).map_while(op) {
             if let Health::Running(header, time) = op.health()? {
                 self.check_peers(Some(&header))?;
                 if time >= self.deadline() {

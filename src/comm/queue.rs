@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::sys;
+use cudarc::driver::{CudaContext, sys};
 
 use crate::comm::ReduceOp;
 use crate::device::Device;
@@ -84,6 +84,8 @@ pub(crate) struct Queue {
     device: Arc<CudaDevice>,
     events: Mutex<Vec<Arc<Event>>>,
     next: AtomicUsize,
+    /// The ordinals of devices whose memory has been copied from.
+    peers: Mutex<Vec<usize>>,
 }
 
 // SAFETY: the driver's streams may be used from any thread.
@@ -102,7 +104,13 @@ impl Queue {
         // SAFETY: the context is bound, and `stream` is written before it is read.
         let code = unsafe { sys::cuStreamCreateWithPriority(&mut stream, flags, greatest) };
         driver("cuStreamCreateWithPriority", code)?;
-        Ok(Self { stream, device: Arc::clone(device), events: Mutex::default(), next: AtomicUsize::new(0) })
+        Ok(Self {
+            stream,
+            device: Arc::clone(device),
+            events: Mutex::default(),
+            next: AtomicUsize::new(0),
+            peers: Mutex::default(),
+        })
     }
 
     pub(crate) fn device(&self) -> &Arc<CudaDevice> {
@@ -165,6 +173,24 @@ impl Queue {
         self.order(self.device.stream(), event)
     }
 
+    /// Lets this device reach another's memory directly, where the machine can: copies between them need no detour then.
+    fn reach(&self, other: &CudaContext) {
+        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        if peers.contains(&other.ordinal()) {
+            return;
+        }
+        peers.push(other.ordinal());
+        let mut can = 0;
+        // SAFETY: both devices exist; the bound context is this device's.
+        unsafe {
+            let code = sys::cuDeviceCanAccessPeer(&mut can, self.device.context().cu_device(), other.cu_device());
+            if code == sys::CUresult::CUDA_SUCCESS && can == 1 {
+                // Another rank on this device may have been first. What fails here only makes copies slower.
+                sys::cuCtxEnablePeerAccess(other.cu_ctx(), 0);
+            }
+        }
+    }
+
     /// Copies a buffer of this device or another one, on the communication stream.
     pub(crate) fn copy(&self, source: &Buffer, target: &mut BufferMut) -> Result<()> {
         crate::device::same_length("copy", source.len(), target.len())?;
@@ -179,6 +205,7 @@ impl Queue {
             // stream has passed.
             ("cuMemcpyDtoDAsync_v2", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.stream) })
         } else {
+            self.reach(source);
             // SAFETY: as above, each in its own context.
             let code =
                 unsafe { sys::cuMemcpyPeerAsync(to, target.cu_ctx(), from, source.cu_ctx(), bytes, self.stream) };

@@ -2,26 +2,65 @@
 //! modes. The hidden activation is never whole anywhere, and only the outer ones travel.
 //!
 //! `cargo run --release --example mlp_block` trains it for a few steps and checks that every mode, overlap and number of
-//! ranks follows the same losses as one rank.
+//! ranks follows the same losses as one rank. `-- --backend cuda` does so on CUDA devices.
+
+#[path = "common/world.rs"]
+mod world;
+
+use std::process::ExitCode;
 
 use async_tensor_parallel::{
-    Group, LinearMode, LocalWorld, Overlap, Placement, Result, Tensor, TensorParallelColumnLinear,
-    TensorParallelRowLinear,
+    Group, LinearMode, Overlap, Placement, Result, Tensor, TensorParallelColumnLinear, TensorParallelRowLinear,
 };
+use world::{Engine, Flags, World};
 
 const ROWS: usize = 8;
 const HIDDEN: usize = 12;
 const FFN: usize = 24;
 const STEPS: usize = 30;
 
-fn main() -> Result<()> {
-    let alone = train(1, LinearMode::AllReduce, Overlap::Blocking)?;
+fn main() -> ExitCode {
+    let engine = match engine() {
+        Ok(engine) => engine,
+        Err(error) => {
+            eprintln!("{error}\n\n{}", world::HELP);
+            return ExitCode::from(2);
+        }
+    };
+    match compare(engine) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn engine() -> std::result::Result<Engine, lexopt::Error> {
+    let (mut flags, mut parser) = (Flags::default(), lexopt::Parser::from_env());
+    while let Some(argument) = parser.next()? {
+        let known = match argument {
+            lexopt::Arg::Long(name) => {
+                let name = name.to_string();
+                flags.take(&name, &mut parser)?
+            }
+            _ => false,
+        };
+        if !known {
+            return Err("an unknown argument".into());
+        }
+    }
+    Ok(flags.engine()?)
+}
+
+fn compare(engine: Engine) -> Result<()> {
+    let alone = train(engine, 1, LinearMode::AllReduce, Overlap::Blocking)?;
     println!("1 rank: losses {:.4} … {:.4}", alone[0], alone[STEPS - 1]);
     assert!(alone[STEPS - 1] < 0.6 * alone[0], "it does not learn: {alone:?}");
     for ranks in [1, 2, 4] {
         for mode in [LinearMode::AllReduce, LinearMode::ReduceScatter] {
             for overlap in [Overlap::Blocking, Overlap::Async] {
-                let losses = train(ranks, mode, overlap)?;
+                let losses = train(engine, ranks, mode, overlap)?;
                 let worst = losses.iter().zip(&alone).fold(0f32, |worst, (a, b)| worst.max((a - b).abs()));
                 println!("{ranks} ranks, {mode:?}, {overlap:?}: losses differ by at most {worst:.1e}");
                 assert!(worst < 1e-5, "{losses:?} against {alone:?}");
@@ -32,8 +71,8 @@ fn main() -> Result<()> {
 }
 
 /// The losses of a few steps of gradient descent.
-fn train(ranks: usize, mode: LinearMode, overlap: Overlap) -> Result<Vec<f32>> {
-    let mut losses = LocalWorld::new(ranks)?.run(|group| {
+fn train(engine: Engine, ranks: usize, mode: LinearMode, overlap: Overlap) -> Result<Vec<f32>> {
+    let mut losses = World::new(engine, ranks)?.run(|group| {
         let up = TensorParallelColumnLinear::<f32>::builder(HIDDEN, FFN)
             .mode(mode)
             .overlap(overlap)

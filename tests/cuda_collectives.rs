@@ -24,7 +24,7 @@ fn bits<T: Element>(values: &[T]) -> Vec<u8> {
 
 /// Every collective of a group, in sizes that divide and sizes that do not; everything that came out.
 fn all_collectives<T: Float>(group: &Group) -> Result<Vec<Vec<u8>>> {
-    let n = group.world_size();
+    let (n, even) = (group.world_size(), group.rank().is_multiple_of(2));
     let mut seen = Vec::new();
     for (which, rows) in [1, 2, 7].into_iter().enumerate() {
         let shard = group.tensor(&draw::<T>(group, which, rows * 5), &[rows, 5], Placement::Rows)?;
@@ -50,7 +50,7 @@ fn all_collectives<T: Float>(group: &Group) -> Result<Vec<Vec<u8>>> {
         let tensor = group.tensor(&draw::<T>(group, 40, 17), &[17], Placement::Replicated)?;
         let (to, from) = ((group.rank() + 1) % n, (group.rank() + n - 1) % n);
         let receive = || group.receive::<T>(from, &[17], Placement::Replicated)?.wait()?.to_vec();
-        let got = if group.rank() % 2 == 0 {
+        let got = if even {
             let sent = group.send(to, &tensor)?;
             let got = receive()?;
             sent.wait()?;
@@ -64,7 +64,7 @@ fn all_collectives<T: Float>(group: &Group) -> Result<Vec<Vec<u8>>> {
     }
     group.barrier()?;
     // Odd and even ranks, the latter in reverse.
-    let key = if group.rank() % 2 == 0 { n - group.rank() } else { group.rank() };
+    let key = if even { n - group.rank() } else { group.rank() };
     let part = group.split(Some(group.rank() % 2), key)?.expect("every rank has a color");
     let tensor = group.tensor(&draw::<T>(group, 50, 6), &[1, 6], Placement::Rows)?;
     seen.push(bits(&part.all_gather(&tensor)?.wait()?.to_vec()?));
@@ -148,6 +148,21 @@ fn peers_may_share_a_device() {
         assert_eq!(world.run(all_collectives::<f32>).unwrap(), want);
     }
     assert!(matches!(PeerWorld::new(2).unwrap().devices(&[0]), Err(Error::Argument { .. })));
+}
+
+/// Ranks on devices in another order than theirs.
+#[test]
+fn ranks_of_nccl_may_be_on_any_devices() {
+    let n = devices().min(3);
+    if n == 0 {
+        return;
+    }
+    let want = LocalWorld::new(n).unwrap().run(all_collectives::<bf16>).unwrap();
+    let ordinals: Vec<usize> = (0..n).rev().collect();
+    let world = NcclWorld::new(n).unwrap().devices(&ordinals).unwrap();
+    assert_eq!(world.run(all_collectives::<bf16>).unwrap(), want);
+    assert!(matches!(NcclWorld::new(n).unwrap().devices(&[]), Err(Error::Argument { .. })));
+    assert!(matches!(NcclWorld::new(devices() + 1), Err(Error::Argument { .. })));
 }
 
 /// NCCL's own reductions and whole gathers: close to the ordered ones, and exact on integers.

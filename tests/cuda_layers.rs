@@ -14,10 +14,13 @@ use common::cuda::{Kind, World, devices};
 use common::{Data, LAYERS, Layer, MODES, OVERLAPS, Seen, Spec, assert_close, dense, integer, real, run_rank};
 use half::{bf16, f16};
 
+/// `(leading, middle, in_features, out_features, chunks of the sharded dimension)`.
+type Size = (usize, &'static [usize], usize, usize, Vec<usize>);
+
 /// Specs of one world size: sizes that fill no tile, one row a rank, four dimensions, fused weights.
 fn specs(world_size: usize) -> Vec<Spec> {
     let n = world_size;
-    let sizes: [(usize, &[usize], usize, usize, Vec<usize>); 3] =
+    let sizes: [Size; 3] =
         [(n, &[], n, n, vec![]), (3 * n, &[], 5 * n, 3 * n, vec![]), (n, &[2, 3], 4 * n, 4 * n, vec![3 * n, n])];
     let mut specs = Vec::new();
     for (leading, middle, in_features, out_features, chunks) in sizes {
@@ -221,6 +224,37 @@ fn back_to_back_steps_do_not_meet() {
     }
 }
 
+/// After a few steps everything is reused.
+#[test]
+fn the_steady_state_allocates_nothing_on_the_device() {
+    let world_size = devices().min(3);
+    if world_size == 0 {
+        return;
+    }
+    for (kind, mode) in Kind::ALL.into_iter().flat_map(|kind| MODES.map(|mode| (kind, mode))) {
+        for overlap in OVERLAPS {
+            let outcome = World::new(kind, world_size).run(|group| {
+                let builder = TensorParallelColumnLinear::<f32>::builder(12, 24).mode(mode).overlap(overlap);
+                let column = builder.bias(true).seed(3).build(group)?;
+                let builder = TensorParallelRowLinear::<f32>::builder(24, 12).mode(mode).overlap(overlap);
+                let layers = (column, builder.bias(true).seed(4).build(group)?);
+                for index in 0..4 {
+                    step(group, &layers, 5, index, mode)?;
+                }
+                let before = group.device().memory_bytes();
+                for index in 0..20 {
+                    step(group, &layers, 5, index, mode)?;
+                }
+                Ok((before, group.device().memory_bytes()))
+            });
+            for (before, after) in outcome.unwrap() {
+                assert!(before > 0);
+                assert_eq!(before, after, "{kind:?} {mode:?} {overlap:?}");
+            }
+        }
+    }
+}
+
 /// A rank that stops before a layer's forward or between its passes, and one with other rows: every survivor's error names
 /// it, within the deadline, and the process goes on.
 #[test]
@@ -241,10 +275,9 @@ fn faults_end_in_errors() {
                     for (rank, outcome) in outcomes.iter().enumerate() {
                         match (fault, rank) {
                             // Whoever meets rank 1 says so; who does not is told.
-                            ("rows", 1) => assert!(matches!(outcome, Err(Error::Mismatch { .. })), "{context}"),
                             ("rows", _) => {
                                 let text = outcome.as_ref().unwrap_err().to_string();
-                                assert!(text.contains("rank 1"), "{context}");
+                                assert!(text.contains("rank 1") && text.contains("called"), "{context}");
                             }
                             (_, 1) => assert!(outcome.is_ok(), "{context}"),
                             _ => {

@@ -8,6 +8,8 @@
 mod layers;
 mod measure;
 mod options;
+#[path = "../common/world.rs"]
+mod world;
 
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -18,6 +20,7 @@ use half::{bf16, f16};
 use layers::{Bench, Data, Kind, Problem};
 use measure::{Parts, parts, timed};
 use options::{HELP, LinkChoice, Options};
+use world::{Engine, World};
 
 const OVERLAPS: [Overlap; 3] = [Overlap::Blocking, Overlap::Async, Overlap::Pipelined { chunks: 0 }];
 
@@ -25,11 +28,11 @@ fn main() -> ExitCode {
     let options = match Options::from_args() {
         Ok(Some(options)) => options,
         Ok(None) => {
-            print!("{HELP}");
+            print!("{HELP}{}", world::HELP);
             return ExitCode::SUCCESS;
         }
         Err(error) => {
-            eprintln!("{error}\n\n{HELP}");
+            eprintln!("{error}\n\n{HELP}{}", world::HELP);
             return ExitCode::from(2);
         }
     };
@@ -87,13 +90,14 @@ fn compare<T: Float>(options: &Options, tolerance: f64) -> Result<bool> {
     note("computing the dense float64 results");
     let problems = [(column, Data::<T>::new(column)?), (row, Data::<T>::new(row)?)];
 
-    let world = match options.link {
-        LinkChoice::None => LocalWorld::new(ranks)?,
-        LinkChoice::Fixed(link) => LocalWorld::new(ranks)?.with_link(link)?,
-        LinkChoice::Balanced => {
+    let world = match (options.engine, &options.link) {
+        // Other engines have a link of their own.
+        (Engine::Local, LinkChoice::Fixed(link)) => World::Local(LocalWorld::new(ranks)?.with_link(*link)?),
+        (Engine::Local, LinkChoice::Balanced) => {
             note("measuring the matmul, to choose a link that is as fast");
-            LocalWorld::new(ranks)?.with_link(balanced::<T>(&problems[0], ranks)?)?
+            World::Local(LocalWorld::new(ranks)?.with_link(balanced::<T>(&problems[0], ranks)?)?)
         }
+        (engine, _) => World::new(engine, ranks)?,
     };
     let mut results = world.run(|group| measure_all(group, options, &problems))?;
     let table = results.swap_remove(0);
@@ -208,7 +212,7 @@ fn worst_of_ranks(group: &Group, error: f64) -> Result<f64> {
 }
 
 /// Records one forward and backward pass of each layer in ReduceScatter mode under every overlap.
-fn record<T: Float>(world: &LocalWorld, problems: &[(Problem, Data<T>); 2]) -> Result<Vec<(Kind, Overlap, Vec<Span>)>> {
+fn record<T: Float>(world: &World, problems: &[(Problem, Data<T>); 2]) -> Result<Vec<(Kind, Overlap, Vec<Span>)>> {
     let mut recorded = Vec::new();
     for (problem, data) in problems {
         for overlap in OVERLAPS {
@@ -269,18 +273,11 @@ fn write_timelines(options: &Options, recorded: &[(Kind, Overlap, Vec<Span>)]) -
     Ok(())
 }
 
-fn print_table(table: &[Row], options: &Options, world: &LocalWorld) {
+fn print_table(table: &[Row], options: &Options, world: &World) {
     let Options { ranks, rows, in_features, out_features, dtype, repeat, .. } = options;
     println!(
         "{ranks} ranks, {rows} rows, column {in_features} -> {out_features}, row {out_features} -> {in_features}, {dtype:?}; {}",
-        match world.link() {
-            Some(link) => format!(
-                "modelled link of {:.3} Gbit/s and {:.0} us",
-                link.bandwidth * 8.0 / 1e9,
-                link.latency.as_secs_f64() * 1e6
-            ),
-            None => "no link: messages are copies".into(),
-        }
+        world.describe()
     );
     println!("medians of {repeat} interleaved repetitions; the slowest rank counts\n");
     println!(

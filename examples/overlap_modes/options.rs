@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use async_tensor_parallel::{DType, Link};
 
+use crate::world::{Engine, Flags};
+
 pub const HELP: &str = "\
 Compares the modes and overlaps of tensor-parallel linear layers, checks them against a dense float64 result, and draws
 their timelines.
@@ -13,7 +15,7 @@ their timelines.
   --in-features N        of the column layer; the row layer goes back [1024]
   --out-features N       of the column layer [8192]
   --dtype T              f32, f64, bf16 or f16 [f32]
-  --link GBIT[:LAT_US]   a modelled link of GBIT Gbit/s each way and rank, and LAT_US microseconds [balanced]
+  --link GBIT[:LAT_US]   with cpu: a modelled link of GBIT Gbit/s each way and rank, and LAT_US microseconds [balanced]
          balanced        as fast as makes the column layer's gather take as long as its matmul
          none            no link: messages are copies in memory
   --repeat N             measured repetitions, interleaved; medians are reported [5]
@@ -35,6 +37,7 @@ pub struct Options {
     pub in_features: usize,
     pub out_features: usize,
     pub dtype: DType,
+    pub engine: Engine,
     pub link: LinkChoice,
     pub repeat: usize,
     pub json: bool,
@@ -51,12 +54,13 @@ impl Options {
             in_features: 1024,
             out_features: 8192,
             dtype: DType::F32,
+            engine: Engine::Local,
             link: LinkChoice::Balanced,
             repeat: 5,
             json: false,
             timeline: "target/timeline".into(),
         };
-        let mut parser = lexopt::Parser::from_env();
+        let (mut flags, mut parser) = (Flags::default(), lexopt::Parser::from_env());
         while let Some(argument) = parser.next()? {
             match argument {
                 Long("ranks") => options.ranks = parser.value()?.parse()?,
@@ -77,9 +81,16 @@ impl Options {
                 }
                 Long("link") => options.link = link(&parser.value()?.string()?)?,
                 Short('h') | Long("help") => return Ok(None),
+                Long(name) => {
+                    let name = name.to_string();
+                    if !flags.take(&name, &mut parser)? {
+                        return Err(format!("unknown flag --{name}").into());
+                    }
+                }
                 _ => return Err(argument.unexpected()),
             }
         }
+        options.engine = flags.engine()?;
         Ok(Some(options))
     }
 }

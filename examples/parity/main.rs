@@ -1,4 +1,4 @@
-//! Runs parity cases: `parity FILE_OR_DIR… [--overlap NAME]…`.
+//! Runs parity cases: `parity FILE_OR_DIR… [--overlap NAME]… [--backend cpu|cuda] [--communicator local|nccl|peer]`.
 //!
 //! Each case holds what every rank of one layer saw and returned in another implementation (the format is described in
 //! `case.rs`). It is run here with one thread a rank, under every overlap, and all outputs and gradients are compared. A
@@ -9,18 +9,22 @@
 
 mod case;
 mod run;
+#[path = "../common/world.rs"]
+mod world;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use async_tensor_parallel::Overlap;
 use case::Case;
+use world::{Engine, Flags};
 
 fn main() -> ExitCode {
-    let (paths, overlaps) = match arguments() {
+    let (paths, overlaps, engine) = match arguments() {
         Ok(arguments) => arguments,
         Err(error) => {
-            eprintln!("{error}\nusage: parity FILE_OR_DIR... [--overlap blocking|async|pipelined[:CHUNKS]]...");
+            let usage = "usage: parity FILE_OR_DIR... [--overlap blocking|async|pipelined[:CHUNKS]]...";
+            eprintln!("{error}\n{usage}\n{}", world::HELP);
             return ExitCode::from(2);
         }
     };
@@ -34,7 +38,8 @@ fn main() -> ExitCode {
     let (mut passed, mut failed, mut skipped) = (0, 0, Vec::new());
     for file in &files {
         let name = file.file_stem().unwrap_or_default().to_string_lossy();
-        let outcome = Case::read(file).map_err(|error| error.to_string()).and_then(|case| run::run(&case, &overlaps));
+        let outcome =
+            Case::read(file).map_err(|error| error.to_string()).and_then(|case| run::run(&case, &overlaps, engine));
         match outcome {
             Ok(run::Outcome::Compared { worst, passes: true, .. }) => {
                 println!("{name}: ok, largest relative error {worst:.1e}");
@@ -61,14 +66,20 @@ fn main() -> ExitCode {
     if failed > 0 || passed + skipped.len() == 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
-fn arguments() -> Result<(Vec<PathBuf>, Vec<Overlap>), lexopt::Error> {
+fn arguments() -> Result<(Vec<PathBuf>, Vec<Overlap>, Engine), lexopt::Error> {
     use lexopt::prelude::*;
     let (mut paths, mut overlaps) = (Vec::new(), Vec::new());
-    let mut parser = lexopt::Parser::from_env();
+    let (mut flags, mut parser) = (Flags::default(), lexopt::Parser::from_env());
     while let Some(argument) = parser.next()? {
         match argument {
             Value(path) => paths.push(path.into()),
             Long("overlap") => overlaps.push(parser.value()?.parse()?),
+            Long(name) => {
+                let name = name.to_string();
+                if !flags.take(&name, &mut parser)? {
+                    return Err(format!("unknown flag --{name}").into());
+                }
+            }
             _ => return Err(argument.unexpected()),
         }
     }
@@ -79,7 +90,7 @@ fn arguments() -> Result<(Vec<PathBuf>, Vec<Overlap>), lexopt::Error> {
         overlaps =
             vec![Overlap::Blocking, Overlap::Async, Overlap::Pipelined { chunks: 0 }, Overlap::Pipelined { chunks: 3 }];
     }
-    Ok((paths, overlaps))
+    Ok((paths, overlaps, flags.engine()?))
 }
 
 /// The file itself, or all `.safetensors` files of a directory, in order.

@@ -1,12 +1,12 @@
 //! Runs one case through this crate's layers and compares what comes out.
 
 use async_tensor_parallel::{
-    Float, Group, LinearMode, LocalWorld, Overlap, Placement, Tensor, TensorParallelColumnLinear,
-    TensorParallelRowLinear,
+    Float, Group, LinearMode, Overlap, Placement, Tensor, TensorParallelColumnLinear, TensorParallelRowLinear,
 };
 use half::{bf16, f16};
 
 use crate::case::{Case, Dtype, Layer, Malformed, Values, compare};
+use crate::world::{Engine, World};
 
 /// What became of a case.
 #[derive(Debug)]
@@ -20,14 +20,14 @@ pub enum Outcome {
 /// What a rank computed, by the name that the case gives it.
 type Computed = Vec<(&'static str, Vec<usize>, Vec<f64>)>;
 
-/// Runs `case` under each of `overlaps`.
-pub fn run(case: &Case, overlaps: &[Overlap]) -> Result<Outcome, String> {
+/// Runs `case` on `engine` under each of `overlaps`.
+pub fn run(case: &Case, overlaps: &[Overlap], engine: Engine) -> Result<Outcome, String> {
     let mut outcome = Outcome::Compared { worst: 0.0, which: "nothing".into(), passes: true };
     for overlap in overlaps {
         let ranks = match case.dtype {
-            Dtype::F32 => run_as::<f32>(case, *overlap)?,
-            Dtype::F16 => run_as::<f16>(case, *overlap)?,
-            Dtype::BF16 => run_as::<bf16>(case, *overlap)?,
+            Dtype::F32 => run_as::<f32>(case, *overlap, engine)?,
+            Dtype::F16 => run_as::<f16>(case, *overlap, engine)?,
+            Dtype::BF16 => run_as::<bf16>(case, *overlap, engine)?,
         };
         let Some(ranks) = ranks else { return Ok(Outcome::Unknown) };
         for (rank, computed) in ranks.iter().enumerate() {
@@ -47,13 +47,21 @@ pub fn run(case: &Case, overlaps: &[Overlap]) -> Result<Outcome, String> {
     Ok(outcome)
 }
 
-fn run_as<T: Float>(case: &Case, overlap: Overlap) -> Result<Option<Vec<Computed>>, String> {
+fn run_as<T: Float>(case: &Case, overlap: Overlap, engine: Engine) -> Result<Option<Vec<Computed>>, String> {
     if !matches!(case.layer, Layer::ColumnLinear | Layer::RowLinear) {
         return Ok(None);
     }
-    let world = LocalWorld::new(case.world_size).map_err(|error| error.to_string())?.with_threads(1);
-    let world = world.with_deadline(std::time::Duration::from_secs(60));
-    world.run(|group| linear::<T>(group, case, overlap)).map(Some).map_err(|error| error.to_string())
+    let world = World::new(engine, case.world_size).map_err(|error| error.to_string())?;
+    let world = match world {
+        World::Local(world) => World::Local(world.with_threads(1)),
+        #[cfg(feature = "cuda")]
+        world => world,
+    };
+    let run = |group: &Group| {
+        group.set_deadline(std::time::Duration::from_secs(60));
+        linear::<T>(group, case, overlap)
+    };
+    world.run(run).map(Some).map_err(|error| error.to_string())
 }
 
 fn format_error(error: &Malformed) -> async_tensor_parallel::Error {

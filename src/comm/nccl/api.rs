@@ -405,3 +405,38 @@ impl Drop for Handle {
         self.abort();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_survives_its_bytes() {
+        let bytes = std::array::from_fn(|index| index as u8 * 3);
+        assert_eq!(NcclId::from_bytes(bytes).to_bytes(), bytes);
+        assert_eq!(format!("{:?}", NcclId::from_bytes(bytes)), "NcclId");
+    }
+
+    #[test]
+    fn nccl_chooses_what_is_not_set() {
+        let raw = NcclConfig::default().raw();
+        assert_eq!((raw.size, raw.magic, raw.blocking), (size_of_val(&raw), MAGIC, 0));
+        assert_eq!([raw.minCTAs, raw.maxCTAs, raw.CTAPolicy, raw.splitShare], [UNDEFINED; 4]);
+        let config = NcclConfig {
+            min_ctas: Some(1),
+            max_ctas: Some(8),
+            cta_policy: Some(CtaPolicy::Zero),
+            ..NcclConfig::default()
+        };
+        let raw = config.raw();
+        assert_eq!([raw.minCTAs, raw.maxCTAs, raw.CTAPolicy], [1, 8, 2]);
+    }
+
+    #[test]
+    fn transfers_of_nothing_are_left_out() {
+        assert!(Transfer::Send { to: 1, from: 0, bytes: 0 }.is_empty());
+        assert!(!Transfer::Receive { from: 1, to: 0, bytes: 1 }.is_empty());
+        let (dtype, op) = (DType::F32, ReduceOp::Sum);
+        assert!(Transfer::AllReduce { from: 0, to: 0, elements: 0, dtype, op }.is_empty());
+    }
+}

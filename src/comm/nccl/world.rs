@@ -10,7 +10,7 @@ use crate::group::Group;
 use crate::timeline::Recorder;
 use crate::{Error, Result};
 
-/// Ranks as threads of this process, rank r on CUDA device r, communicating through NCCL.
+/// Ranks as threads of this process, each on a CUDA device of its own (rank r on device r), communicating through NCCL.
 ///
 /// As the ranks share a process, they tell each other what they call: a rank that calls something else becomes
 /// [`Error::Mismatch`], and one that returns or panics [`Error::PeerLost`], where NCCL alone would wait until the
@@ -28,7 +28,7 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug, Clone)]
 pub struct NcclWorld {
-    world_size: usize,
+    ordinals: Vec<usize>,
     config: NcclConfig,
     recorder: Recorder,
 }
@@ -49,7 +49,24 @@ impl NcclWorld {
                 wanted: format!("1 to {devices}, the number of CUDA devices: NCCL needs one a rank"),
             });
         }
-        Ok(Self { world_size, config: NcclConfig::default(), recorder: Recorder::disabled() })
+        let ordinals = (0..world_size).collect();
+        Ok(Self { ordinals, config: NcclConfig::default(), recorder: Recorder::disabled() })
+    }
+
+    /// Sets each rank's device, by ordinal.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where there is not one for each rank.
+    pub fn devices(mut self, ordinals: &[usize]) -> Result<Self> {
+        if ordinals.len() != self.ordinals.len() {
+            return Err(Error::Argument {
+                what: "devices",
+                got: format!("{ordinals:?}"),
+                wanted: format!("{} ordinals, one a rank", self.ordinals.len()),
+            });
+        }
+        self.ordinals = ordinals.to_vec();
+        Ok(self)
     }
 
     /// Sets the options of the communicators.
@@ -66,7 +83,7 @@ impl NcclWorld {
 
     /// The number of ranks.
     pub fn world_size(&self) -> usize {
-        self.world_size
+        self.ordinals.len()
     }
 
     /// What the ranks of this world record their spans in.
@@ -92,16 +109,16 @@ impl NcclWorld {
 
     fn run_each<R: Send>(&self, f: impl Fn(&Group) -> Result<R> + Sync) -> Result<Outcomes<R>> {
         let id = NcclId::new()?;
-        let room = Room::new(Board::of(self.world_size));
+        let room = Room::new(Board::of(self.ordinals.len()));
         Ok(run_ranks(&room.board, |rank| self.place(id, rank, &room), f))
     }
 
     /// A rank's group.
     fn place(&self, id: NcclId, rank: usize, room: &Arc<Room>) -> Result<Group> {
         let recorder = self.recorder.for_rank(rank);
-        let device = CudaDevice::with_recorder(rank, recorder.clone())?;
+        let device = CudaDevice::with_recorder(self.ordinals[rank], recorder.clone())?;
         let (config, room) = (self.config.clone(), Arc::clone(room));
-        let communicator = NcclCommunicator::join(id, rank, self.world_size, &device, config, Some(room))?;
+        let communicator = NcclCommunicator::join(id, rank, self.ordinals.len(), &device, config, Some(room))?;
         Ok(Group::new(Arc::new(communicator), device, recorder))
     }
 }

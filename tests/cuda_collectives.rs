@@ -198,6 +198,43 @@ fn native_reductions_and_whole_gathers() {
     }
 }
 
+/// Two ranks that both send first, and what is received while nobody waits for the send.
+#[test]
+fn both_may_send_first() {
+    if devices() < 2 {
+        return;
+    }
+    for kind in Kind::ALL {
+        let outcome = World::new(kind, 2).run(|group| {
+            let other = 1 - group.rank();
+            let mut seen = Vec::new();
+            for len in [1, 100_000] {
+                let values: Vec<f32> = (0..len).map(|index| (index + group.rank()) as f32).collect();
+                let tensor = group.tensor(&values, &[len], Placement::Replicated)?;
+                let sent = group.send(other, &tensor)?;
+                let received = group.receive::<f32>(other, &[len], Placement::Replicated)?;
+                drop(tensor);
+                seen.push(received.wait()?.to_vec()?[len - 1]);
+                assert_eq!(sent.wait()?.to_vec()?, values);
+            }
+            // The sender only waits on the host, for something else.
+            let tensor = group.tensor(&[5f32], &[1], Placement::Replicated)?;
+            if group.rank() == 0 {
+                let sent = group.send(1, &tensor)?;
+                std::thread::sleep(Duration::from_millis(50));
+                sent.wait()?;
+            } else {
+                let begun = Instant::now();
+                let got = group.receive::<f32>(0, &[1], Placement::Replicated)?.wait()?.to_vec()?;
+                assert_eq!(got, [5.0]);
+                assert!(begun.elapsed() < Duration::from_secs(5));
+            }
+            Ok(seen)
+        });
+        assert_eq!(outcome.unwrap(), [[1.0, 100_000.0], [0.0, 99_999.0]], "{kind:?}");
+    }
+}
+
 /// The faults of a group: how each ends, within what time, and that the process works afterwards.
 fn faulty<R: Send>(kind: Kind, n: usize, deadline: Duration, f: impl Fn(&Group) -> Result<R> + Sync) -> Vec<Result<R>> {
     let begun = Instant::now();

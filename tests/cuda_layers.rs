@@ -7,7 +7,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use async_tensor_parallel::{
-    Error, Float, Group, LinearMode, LocalWorld, NcclConfig, NcclWorld, Overlap, Placement, Reduction, Result,
+    Float, Group, LinearMode, LocalWorld, NcclConfig, NcclWorld, Overlap, Placement, Reduction, Result,
     TensorParallelColumnLinear, TensorParallelRowLinear,
 };
 use common::cuda::{Kind, World, devices};

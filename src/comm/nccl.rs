@@ -36,11 +36,14 @@ use crate::{Error, Result};
 ///
 /// Reductions are [`Reduction::Ordered`] unless the configuration says otherwise: the same bits in every run, and equal
 /// to those of the other engines. Blocks of a reduction must be handed in in the order of
-/// [`Operation::contribute`](crate::Operation::contribute): NCCL matches them by it. A send is on its way when its
-/// receive is called; both take their turn among the collectives, as NCCL demands.
+/// [`Operation::contribute`](crate::Operation::contribute): NCCL matches them by it.
 ///
-/// All communicators of one [`CudaDevice`] submit, and run on it, in one order. That order must be the same on all
-/// ranks.
+/// Sends and receives that are started one after another travel together, once one of them is waited for, something else
+/// is started, or a millisecond has passed: two ranks may both send first. They take their turn among the collectives of
+/// their group, as NCCL demands, so that their place among those must be the same on both ranks.
+///
+/// The collectives of all communicators of one [`CudaDevice`] are submitted, and run on it, in one order. That order must be
+/// the same on all ranks.
 pub struct NcclCommunicator {
     shared: Arc<Shared>,
     watcher: Option<JoinHandle<()>>,
@@ -63,6 +66,7 @@ struct Shared {
     config: NcclConfig,
     deadline: AtomicU64,
     calls: Mutex<Calls>,
+    pairs: Mutex<Pairs>,
     /// Tells the watcher to stop.
     stopped: Condvar,
     /// Where ranks of one process meet.
@@ -110,6 +114,15 @@ struct Calls {
     stopping: bool,
 }
 
+/// Sends and receives that are to travel together: of two ranks that both send first, neither could go on alone.
+#[derive(Debug, Default)]
+struct Pairs {
+    waiting: Vec<Arc<Op>>,
+    since: Option<Instant>,
+    /// Reused from group to group.
+    transfers: Vec<Transfer>,
+}
+
 /// The one order in which the communicators of a device submit and run: who was last, and the end of what it queued.
 #[derive(Debug, Default)]
 struct Order {
@@ -137,6 +150,9 @@ fn millis(duration: Duration) -> u64 {
 }
 
 impl Shared {
+    /// How long a send or receive waits for others to travel with it.
+    const GRACE: Duration = Duration::from_millis(1);
+
     fn calls(&self) -> MutexGuard<'_, Calls> {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -185,7 +201,8 @@ impl Shared {
         let mut last = self.order.last.lock().unwrap_or_else(PoisonError::into_inner);
         let this = std::ptr::from_ref(self).addr();
         match &*last {
-            Some((other, event)) if *other != this => self.queue.follow(event)?,
+            // A receive may wait for long, and the collectives of other groups do not depend on it.
+            Some((other, event)) if *other != this && !header.is_pairwise() => self.queue.follow(event)?,
             _ => {}
         }
         if !transfers.is_empty() {
@@ -196,8 +213,32 @@ impl Shared {
             self.settle(Some(header))?;
         }
         let done = self.queue.mark()?;
-        *last = Some((this, Arc::clone(&done)));
+        if !header.is_pairwise() {
+            *last = Some((this, Arc::clone(&done)));
+        }
         Ok(done)
+    }
+
+    /// Queues the sends and receives that wait, those alone that have done so for `age`.
+    fn flush(&self, age: Duration) -> Result<()> {
+        let mut guard = self.pairs.lock().unwrap_or_else(PoisonError::into_inner);
+        let pairs = &mut *guard;
+        if pairs.since.is_none_or(|since| since.elapsed() < age) {
+            return Ok(());
+        }
+        pairs.since = None;
+        pairs.transfers.clear();
+        for op in &pairs.waiting {
+            op.take_transfers(&mut pairs.transfers);
+        }
+        let Some(header) = pairs.waiting.first().map(|op| op.lock().header) else { return Ok(()) };
+        let done = self.submit(&header, &pairs.transfers);
+        for op in pairs.waiting.drain(..) {
+            if let Ok(done) = &done {
+                op.travels_until(done);
+            }
+        }
+        done.map(drop)
     }
 
     /// Waits until NCCL's own threads have done what was called last.
@@ -255,6 +296,7 @@ impl Shared {
 
     /// Looks after what is in flight: errors of NCCL's, ranks that are lost, deadlines.
     fn look(&self) -> Result<()> {
+        self.flush(Self::GRACE)?;
         self.handle.poll()?;
         // One by one, as others call meanwhile, and without a copy of the list.
         let op = |index: usize| self.calls().ops.get(index).cloned();
@@ -272,6 +314,8 @@ impl Shared {
     fn watch(&self) {
         loop {
             let patience = (self.deadline() / 8).clamp(Duration::from_millis(2), Duration::from_millis(100));
+            let waiting = self.pairs.lock().unwrap_or_else(PoisonError::into_inner).since.is_some();
+            let patience = if waiting { Self::GRACE } else { patience };
             let calls = self.calls();
             if calls.stopping || calls.closed.is_some() {
                 return;
@@ -329,7 +373,17 @@ impl Shared {
     fn start(&self, op: Arc<Op>, shard: Option<Buffer>) -> Result<Arc<Op>> {
         let header = op.lock().header;
         let announced = self.room.as_ref().map_or(Ok(()), |room| room.board.announce(self.rank, &header));
-        let begun = announced.and_then(|()| op.begin(shard));
+        let pairwise = header.is_pairwise();
+        // What waits was started before this.
+        let flushed = if pairwise { Ok(()) } else { self.flush(Duration::ZERO) };
+        let begun = announced.and(flushed).and_then(|()| op.begin(shard));
+        if begun.is_ok() && pairwise {
+            let mut pairs = self.pairs.lock().unwrap_or_else(PoisonError::into_inner);
+            pairs.waiting.push(Arc::clone(&op));
+            pairs.since.get_or_insert_with(Instant::now);
+            drop(pairs);
+            self.stopped.notify_all();
+        }
         begun.inspect_err(|error| self.fail(error)).map_err(|error| self.cause(error))?;
         Ok(op)
     }
@@ -433,6 +487,7 @@ impl NcclCommunicator {
             deadline: AtomicU64::new(millis(config.deadline)),
             config,
             calls: Mutex::new(Calls { sends: vec![0; world_size], receives: vec![0; world_size], ..Calls::default() }),
+            pairs: Mutex::default(),
             stopped: Condvar::new(),
             room,
         });
@@ -454,6 +509,7 @@ impl NcclCommunicator {
     /// Waits for what is in flight and leaves the group in order.
     fn leave(&self) -> Result<()> {
         self.shared.open()?;
+        self.shared.flush(Duration::ZERO)?;
         let last = self.shared.queue.mark()?;
         self.shared.wait_until(None, || last.has_passed())?;
         self.shared.handle.finalize()?;
@@ -483,7 +539,8 @@ impl Drop for NcclCommunicator {
         }
         // The operations hold what holds them.
         let ops = std::mem::take(&mut self.shared.calls().ops);
-        drop(ops);
+        let pairs = std::mem::take(&mut *self.shared.pairs.lock().unwrap_or_else(PoisonError::into_inner));
+        drop((ops, pairs));
     }
 }
 

@@ -101,6 +101,7 @@ impl State {
         self.ready = None;
         self.last = None;
         self.running_since = None;
+        self.transfers.clear();
     }
 
     /// A result is there once the stream has passed `at`.
@@ -170,7 +171,21 @@ impl Op {
         Ok(Health::Running(state.header, since.elapsed()))
     }
 
-    /// Starts: everything that needs no block handed in is queued, after what is queued on compute.
+    /// Hands over the transfers of a send or receive, to travel with others.
+    pub(super) fn take_transfers(&self, into: &mut Vec<Transfer>) {
+        into.extend(self.lock().transfers.drain(..).filter(|transfer| !transfer.is_empty()));
+    }
+
+    /// A send or receive travels until `done`.
+    pub(super) fn travels_until(&self, done: &Arc<Event>) {
+        let mut state = self.lock();
+        state.last = Some(Arc::clone(done));
+        state.deliver(0, done);
+        state.complete = true;
+    }
+
+    /// Starts: everything that needs no block handed in is queued, after what is queued on compute. Sends and receives are
+    /// only prepared.
     pub(super) fn begin(&self, shard: Option<Buffer>) -> Result<()> {
         let mut guard = self.lock();
         let state = &mut *guard;
@@ -194,14 +209,13 @@ impl Op {
             Kind::Send { to } => {
                 let data = shard.ok_or_else(nothing_to_send)?;
                 state.transfers.push(Transfer::Send { to, from: address(&data)?, bytes: data.len() });
-                self.submit(state)?;
                 state.pieces[0].contribution = Some(data);
+                return Ok(());
             }
             Kind::Receive { from } => {
                 let to = state.result_address(0)?;
                 state.transfers.push(Transfer::Receive { from, to, bytes: state.header.bytes });
-                let done = self.submit(state)?;
-                state.deliver(0, &done);
+                return Ok(());
             }
         }
         state.complete = true;
@@ -479,6 +493,7 @@ impl Operation for Op {
 
     fn next(&self) -> Result<Option<(Range<usize>, Buffer)>> {
         self.shared.open()?;
+        self.shared.flush(Duration::ZERO)?;
         let mut guard = self.lock();
         let state = &mut *guard;
         while let Some(&piece) = state.arrivals.get(state.looked) {
@@ -508,6 +523,7 @@ impl Operation for Op {
 
     fn wait(&self) -> Result<Buffer> {
         self.shared.open()?;
+        self.shared.flush(Duration::ZERO)?;
         let mut guard = self.lock();
         let state = &mut *guard;
         if !state.complete {

@@ -1,7 +1,7 @@
 //! A rank's view of its group: a device, a communicator, and typed collectives over tensors.
 
 use std::marker::PhantomData;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::comm::{Blocks, Communicator, Gather, InFlight, Reduce, ReduceOp};
@@ -9,6 +9,7 @@ use crate::device::Device;
 use crate::dtype::{DType, Element, Float};
 use crate::layout::ShardLayout;
 use crate::memory::{Buffer, BufferMut};
+use crate::plan::Plan;
 use crate::tensor::{Placement, Shape, Tensor};
 use crate::timeline::Recorder;
 use crate::{Error, Result};
@@ -19,12 +20,14 @@ pub struct Group {
     communicator: Arc<dyn Communicator>,
     device: Arc<dyn Device>,
     recorder: Recorder,
+    /// What has been measured of it, by dtype. Shared by its clones.
+    plans: Arc<Mutex<Vec<Plan>>>,
 }
 
 impl Group {
     /// A group over an engine's communicator and device.
     pub fn new(communicator: Arc<dyn Communicator>, device: Arc<dyn Device>, recorder: Recorder) -> Self {
-        Self { communicator, device, recorder }
+        Self { communicator, device, recorder, plans: Arc::default() }
     }
 
     /// This rank's number, from 0.
@@ -72,7 +75,46 @@ impl Group {
     /// As [`Group::barrier`].
     pub fn split(&self, color: Option<usize>, key: usize) -> Result<Option<Group>> {
         let communicator = self.communicator.split(color, key)?;
-        Ok(communicator.map(|communicator| Group { communicator, ..self.clone() }))
+        Ok(communicator.map(|communicator| Group::new(communicator, Arc::clone(&self.device), self.recorder.clone())))
+    }
+
+    /// The plan by which layers of `dtype` choose their overlap: the one that was set, or else one that is measured now, by all
+    /// ranks together.
+    ///
+    /// # Errors
+    /// As [`Plan::measure`].
+    pub fn plan(&self, dtype: DType) -> Result<Plan> {
+        if let Some(plan) = self.known_plan(dtype) {
+            return Ok(plan);
+        }
+        let plan = Plan::measure(self, dtype)?;
+        tracing::info!(target: "async_tensor_parallel", rank = self.rank(), ?dtype, "measured the group");
+        self.set_plan(plan)?;
+        Ok(plan)
+    }
+
+    /// The plan for `dtype`, if there is one.
+    pub(crate) fn known_plan(&self, dtype: DType) -> Option<Plan> {
+        let plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        plans.iter().find(|plan| plan.dtype == dtype).copied()
+    }
+
+    /// Sets the plan for its dtype, as measured earlier. All ranks must set the same.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where it was made for another number of ranks.
+    pub fn set_plan(&self, plan: Plan) -> Result<()> {
+        if plan.world_size != self.world_size() {
+            return Err(Error::Argument {
+                what: "plan",
+                got: format!("one for {} ranks", plan.world_size),
+                wanted: format!("one for {}", self.world_size()),
+            });
+        }
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        plans.retain(|known| known.dtype != plan.dtype);
+        plans.push(plan);
+        Ok(())
     }
 
     /// A tensor on this rank's device, from `data` in row-major order.

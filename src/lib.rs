@@ -34,7 +34,9 @@ mod group;
 mod layout;
 mod linear;
 mod memory;
+mod mode;
 mod parameter;
+mod plan;
 mod tensor;
 pub mod timeline;
 
@@ -55,9 +57,11 @@ pub use group::{Group, Pending};
 pub use layout::{ContiguousChunks, ShardLayout};
 pub use linear::column::TensorParallelColumnLinear;
 pub use linear::row::TensorParallelRowLinear;
-pub use linear::{LinearBuilder, LinearConfig, LinearLayer, LinearMode, Overlap, Saved};
+pub use linear::{LinearBuilder, LinearConfig, LinearLayer, Saved};
 pub use memory::{Buffer, BufferMut, Memory};
+pub use mode::{LinearMode, Overlap};
 pub use parameter::Parameter;
+pub use plan::{LayerKind, Pass, Plan, Prediction, ProductCost, Site, WireCost};
 pub use tensor::{Placement, Shape, Tensor};
 
 #[cfg(doctest)]

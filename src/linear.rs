@@ -6,10 +6,8 @@ pub(crate) mod init;
 mod reduce;
 pub(crate) mod row;
 
-use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::comm::Blocks;
@@ -18,75 +16,11 @@ use crate::dtype::{DType, Element, Float};
 use crate::group::Group;
 use crate::layout::{ContiguousChunks, ShardLayout};
 use crate::memory::{Buffer, BufferMut};
+use crate::mode::{LinearMode, Overlap};
 use crate::parameter::Parameter;
+use crate::plan::{LayerKind, Pass, Site};
 use crate::tensor::{Placement, Shape, Tensor};
 use crate::{Error, Result};
-
-/// What tensor-parallel layers keep whole between them, and so which collectives they need.
-///
-/// | | column input | column output | row input | row output |
-/// | --- | --- | --- | --- | --- |
-/// | `AllReduce` | replicated | features | features | replicated |
-/// | `ReduceScatter` | rows | features | features | rows |
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum LinearMode {
-    /// Activations between layers are whole on every rank; sums are formed by all-reduces. (Megatron-LM's tensor
-    /// parallelism.)
-    AllReduce,
-    /// Activations between layers are sharded by rows; inputs are gathered, sums reduce-scattered: the same bytes, and
-    /// 1/n of the memory. (Megatron-LM's sequence parallelism.)
-    ReduceScatter,
-}
-
-/// How communication and computation are ordered. It never changes what is computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Overlap {
-    /// Communicate, then compute: the baseline.
-    Blocking,
-    /// Start one collective, compute what needs no communication meanwhile, wait, compute the rest: nanotron's schedule,
-    /// which hides 1/n of a gather's matmul at best.
-    Async,
-    /// Take the collective apart: multiply each rank's rows as they arrive, and let each block of a reduction leave as soon
-    /// as it is computed, the own block last. Hides (n−1)/n.
-    Pipelined {
-        /// Pieces that each rank's rows are cut into; 0 lets the layer choose: about eight pieces over all ranks, none of
-        /// them too small to be worth a product of its own.
-        chunks: usize,
-    },
-}
-
-impl fmt::Display for Overlap {
-    /// `blocking`, `async`, `pipelined`, or `pipelined:3` for three pieces a rank.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Overlap::Blocking => f.pad("blocking"),
-            Overlap::Async => f.pad("async"),
-            Overlap::Pipelined { chunks: 0 } => f.pad("pipelined"),
-            Overlap::Pipelined { chunks } => f.pad(&format!("pipelined:{chunks}")),
-        }
-    }
-}
-
-impl FromStr for Overlap {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let chunks = |text: &str| text.parse().ok().map(|chunks| Overlap::Pipelined { chunks });
-        let overlap = match text.split_once(':') {
-            None if text == "blocking" => Some(Overlap::Blocking),
-            None if text == "async" => Some(Overlap::Async),
-            None if text == "pipelined" => chunks("0"),
-            Some(("pipelined", count)) => chunks(count),
-            _ => None,
-        };
-        overlap.ok_or_else(|| Error::Argument {
-            what: "overlap",
-            got: format!("{text:?}"),
-            wanted: "blocking, async, pipelined or pipelined:CHUNKS".into(),
-        })
-    }
-}
 
 /// The sizes and options of a linear layer.
 #[derive(Debug, Clone, PartialEq)]
@@ -360,6 +294,7 @@ pub struct Saved<T: Element> {
 pub(crate) struct Shard<T: Float> {
     id: u64,
     name: &'static str,
+    kind: LayerKind,
     group: Group,
     config: LinearConfig,
     weight: Parameter<T>,
@@ -371,7 +306,7 @@ pub(crate) struct Shard<T: Float> {
 
 impl<T: Float> Shard<T> {
     fn new(
-        name: &'static str,
+        kind: LayerKind,
         group: &Group,
         config: LinearConfig,
         weight: Parameter<T>,
@@ -381,7 +316,11 @@ impl<T: Float> Shard<T> {
         let shape = *weight.value().shape();
         Self {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
-            name,
+            name: match kind {
+                LayerKind::Column => "column linear",
+                LayerKind::Row => "row linear",
+            },
+            kind,
             group: group.clone(),
             config,
             weight,
@@ -395,29 +334,37 @@ impl<T: Float> Shard<T> {
         self.config.mode == mode
     }
 
-    /// The overlap that is used: one rank has nothing to wait for.
-    fn overlap(&self) -> Overlap {
-        if self.group.world_size() == 1 { Overlap::Blocking } else { self.config.overlap }
+    /// A call of this layer, as a plan knows it.
+    fn site(&self, rows: usize, pass: Pass) -> Site {
+        Site {
+            layer: self.kind,
+            mode: self.config.mode,
+            pass,
+            rows,
+            in_features: self.config.in_features,
+            out_features: self.config.out_features,
+            gathers_again: self.config.recompute_all_gather,
+        }
     }
 
-    /// The overlap that is used for the given rows, with the number of chunks that is.
-    fn schedule(&self, rows: ShardLayout) -> Overlap {
-        match self.overlap() {
-            Overlap::Pipelined { chunks: 0 } => {
-                let wanted = 8usize.div_ceil(self.group.world_size());
-                let most = rows.largest() / self.group.device().rows_worth_a_product();
-                Overlap::Pipelined { chunks: wanted.min(most).max(1) }
-            }
+    /// The overlap that is used for the given rows, with the number of chunks that is. One rank has nothing to overlap.
+    fn schedule(&self, rows: ShardLayout, pass: Pass) -> Result<Overlap> {
+        if self.group.world_size() == 1 {
+            return Ok(Overlap::Blocking);
+        }
+        let site = self.site(rows.total(), pass);
+        Ok(match self.config.overlap {
+            Overlap::Auto => self.group.plan(T::DTYPE)?.choose(&site),
+            Overlap::Pipelined { chunks: 0 } => match self.group.known_plan(T::DTYPE) {
+                Some(plan) => Overlap::Pipelined { chunks: plan.chunks(&site) },
+                None => {
+                    let wanted = 8usize.div_ceil(self.group.world_size());
+                    let most = rows.largest() / self.group.device().rows_worth_a_product();
+                    Overlap::Pipelined { chunks: wanted.min(most).max(1) }
+                }
+            },
             overlap => overlap,
-        }
-    }
-
-    /// Cuts each rank's block into the pieces that the overlap asks for.
-    fn cut(&self, blocks: Blocks) -> Blocks {
-        match self.schedule(blocks.layout) {
-            Overlap::Pipelined { chunks } => blocks.in_chunks(chunks),
-            _ => blocks,
-        }
+        })
     }
 
     fn zero_grad(&self) {
@@ -578,13 +525,13 @@ macro_rules! common_methods {
             &self.shard.config
         }
 
-        /// The overlap that is used for inputs of `rows` rows over all ranks: one rank has nothing to overlap, and where the
-        /// number of chunks is left to the layer, this tells it.
+        /// The overlap that is used for inputs of `rows` rows over all ranks: what [`Overlap::Auto`](crate::Overlap::Auto)
+        /// chooses, and how many chunks where that is left to the layer. One rank has nothing to overlap.
         ///
         /// # Errors
-        /// As [`ShardLayout::uneven`].
-        pub fn schedule(&self, rows: usize) -> Result<crate::Overlap> {
-            Ok(self.shard.schedule(ShardLayout::uneven(rows, self.shard.group.world_size())?))
+        /// As [`ShardLayout::uneven`]; those of measuring the group, if [`Overlap::Auto`](crate::Overlap::Auto) has no plan yet.
+        pub fn schedule(&self, rows: usize, pass: crate::Pass) -> Result<crate::Overlap> {
+            self.shard.schedule(ShardLayout::uneven(rows, self.shard.group.world_size())?, pass)
         }
 
         /// The weight and its gradient: this rank's shard.

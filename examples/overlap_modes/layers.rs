@@ -1,7 +1,7 @@
 //! The two layers behind one face, their data, and the dense result that they are compared with.
 
 use async_tensor_parallel::{
-    Float, Group, LinearMode, LocalWorld, Overlap, Placement, Result, Saved, Tensor, TensorParallelColumnLinear,
+    Float, Group, LinearMode, LocalWorld, Overlap, Pass, Placement, Result, Saved, Tensor, TensorParallelColumnLinear,
     TensorParallelRowLinear,
 };
 
@@ -145,10 +145,10 @@ impl<T: Float> Bench<T> {
     }
 
     /// The overlap as it is carried out.
-    pub fn schedule(&self) -> Result<Overlap> {
+    pub fn schedule(&self, pass: Pass) -> Result<Overlap> {
         match &self.layer {
-            Layer::Column(layer) => layer.schedule(self.problem.rows),
-            Layer::Row(layer) => layer.schedule(self.problem.rows),
+            Layer::Column(layer) => layer.schedule(self.problem.rows, pass),
+            Layer::Row(layer) => layer.schedule(self.problem.rows, pass),
         }
     }
 

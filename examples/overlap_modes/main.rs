@@ -15,14 +15,16 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 use async_tensor_parallel::timeline::{self, Span};
-use async_tensor_parallel::{DType, Float, Group, LinearMode, Link, LocalWorld, Overlap, Result};
+use async_tensor_parallel::{DType, Float, Group, LinearMode, Link, LocalWorld, Overlap, Pass, Result};
 use half::{bf16, f16};
 use layers::{Bench, Data, Kind, Problem};
 use measure::{Parts, parts, timed};
 use options::{HELP, LinkChoice, Options};
 use world::{Engine, World};
 
-const OVERLAPS: [Overlap; 3] = [Overlap::Blocking, Overlap::Async, Overlap::Pipelined { chunks: 0 }];
+const OVERLAPS: [Overlap; 4] = [Overlap::Blocking, Overlap::Async, Overlap::Pipelined { chunks: 0 }, Overlap::Auto];
+/// Those whose timelines are drawn: Auto is one of them.
+const DRAWN: [Overlap; 3] = [Overlap::Blocking, Overlap::Async, Overlap::Pipelined { chunks: 0 }];
 
 fn main() -> ExitCode {
     let options = match Options::from_args() {
@@ -57,14 +59,14 @@ struct Row {
     kind: Kind,
     mode: LinearMode,
     overlap: Overlap,
-    forward: Pass,
-    backward: Pass,
+    forward: Timing,
+    backward: Timing,
     max_error: f64,
 }
 
 /// One direction of one line, in seconds.
 #[derive(Clone, Copy)]
-struct Pass {
+struct Timing {
     time: f64,
     compute: f64,
     communication: f64,
@@ -75,7 +77,7 @@ struct Pass {
     speedup: f64,
 }
 
-impl Pass {
+impl Timing {
     /// `None` where there is nothing to hide.
     fn hidden_percent(&self) -> Option<f64> {
         (self.communication > 0.0)
@@ -170,7 +172,7 @@ fn measure_all<T: Float>(group: &Group, options: &Options, problems: &[(Problem,
             let alone = median_parts(&alone);
             let baseline = [median(&mut times[0][0].clone()), median(&mut times[0][1].clone())];
             for ((bench, times), error) in benches.iter().zip(&mut times).zip(errors) {
-                let pass = |time: f64, compute: f64, communication: f64, schedule_bound, baseline: f64| Pass {
+                let pass = |time: f64, compute: f64, communication: f64, schedule_bound, baseline: f64| Timing {
                     time,
                     compute,
                     communication,
@@ -179,7 +181,7 @@ fn measure_all<T: Float>(group: &Group, options: &Options, problems: &[(Problem,
                     speedup: baseline / time,
                 };
                 let n = group.world_size();
-                let schedule = bench.schedule()?;
+                let schedules = [bench.schedule(Pass::Forward)?, bench.schedule(Pass::Backward)?];
                 table.push(Row {
                     kind: problem.kind,
                     mode,
@@ -188,14 +190,14 @@ fn measure_all<T: Float>(group: &Group, options: &Options, problems: &[(Problem,
                         median(&mut times[0]),
                         alone.forward,
                         alone.forward_communication,
-                        alone.forward_bound(problem.kind, mode, schedule, n),
+                        alone.forward_bound(problem.kind, mode, schedules[0], n),
                         baseline[0],
                     ),
                     backward: pass(
                         median(&mut times[1]),
                         alone.backward(),
                         alone.backward_communication(),
-                        alone.backward_bound(problem.kind, mode, schedule, n),
+                        alone.backward_bound(problem.kind, mode, schedules[1], n),
                         baseline[1],
                     ),
                     max_error: worst_of_ranks(group, error)?,
@@ -215,7 +217,7 @@ fn worst_of_ranks(group: &Group, error: f64) -> Result<f64> {
 fn record<T: Float>(world: &World, problems: &[(Problem, Data<T>); 2]) -> Result<Vec<(Kind, Overlap, Vec<Span>)>> {
     let mut recorded = Vec::new();
     for (problem, data) in problems {
-        for overlap in OVERLAPS {
+        for overlap in DRAWN {
             let mut spans = world.run(|group| {
                 let bench = Bench::new(group, *problem, LinearMode::ReduceScatter, overlap, data)?;
                 for _ in 0..2 {
@@ -290,7 +292,7 @@ fn print_table(table: &[Row], options: &Options, world: &World) {
         "-------------------------------|------------------------------------|------------------------------------|----------"
     );
     for row in table {
-        let pass = |pass: &Pass| {
+        let pass = |pass: &Timing| {
             let hidden = pass.hidden_percent().map_or("-".into(), |hidden| format!("{hidden:.0} %"));
             format!(
                 "{:6.1} {:5.1} {hidden:>6} {:6.2}x  {:6.1}  ",
@@ -314,7 +316,7 @@ fn print_table(table: &[Row], options: &Options, world: &World) {
 }
 
 fn json(row: &Row, ranks: usize) -> String {
-    let pass = |name: &str, pass: &Pass| {
+    let pass = |name: &str, pass: &Timing| {
         let hidden = pass.hidden_percent().map_or("null".into(), |hidden| format!("{hidden:.2}"));
         format!(
             "\"{name}_ms\":{:.4},\"{name}_compute_ms\":{:.4},\"{name}_communication_ms\":{:.4},\"{name}_hidden_percent\":{hidden},\

@@ -11,6 +11,7 @@ use crate::group::Group;
 use crate::layout::ShardLayout;
 use crate::memory::BufferMut;
 use crate::parameter::Parameter;
+use crate::plan::{LayerKind, Pass};
 use crate::tensor::{Placement, Tensor};
 use crate::{Error, Result};
 
@@ -124,9 +125,10 @@ impl<T: Float> TensorParallelColumnLinear<T> {
             None
         } else {
             // All ranks' rows: this rank's own while the others travel, then those before and after them.
-            let gathering = Gathering::start(shard, rows, shard.in_features, input.buffer())?;
+            let overlap = shard.schedule(rows, Pass::Forward)?;
+            let gathering = Gathering::start(shard, overlap, rows, shard.in_features, input.buffer())?;
             let product = |rows: Range<usize>, x: &_| multiply(rows.start, x, &mut outputs);
-            Some(gathering.for_each(shard.overlap().into(), product, |_, _| Ok(()))?)
+            Some(gathering.for_each(overlap.into(), product, |_, _| Ok(()))?)
         };
 
         let keep = gathered.filter(|_| !shard.config.recompute_all_gather);
@@ -172,16 +174,17 @@ impl<T: Float> TensorParallelColumnLinear<T> {
                 if index == 0 { saved.output } else { output },
             )?;
         }
-        let (rows, overlap) = (saved.rows, shard.overlap());
+        let rows = saved.rows;
+        let overlap = shard.schedule(rows, Pass::Backward)?;
 
         // The input again, for the weights' gradients, under the input gradient's product.
         let gathering = match &saved.gathered {
             _ if shard.is(LinearMode::AllReduce) => Gathering::ready(saved.input.buffer().clone(), rows, 0),
             Some(x) => Gathering::ready(x.clone(), rows, shard.group.rank()),
-            None => Gathering::start(shard, rows, shard.in_features, saved.input.buffer())?,
+            None => Gathering::start(shard, overlap, rows, shard.in_features, saved.input.buffer())?,
         };
         // The input's gradient, whose reduction runs under the weights' gradients.
-        let sum = sum_rows(shard, rows, shard.in_features, true, |rows, dx, at| {
+        let sum = sum_rows(shard, overlap, rows, shard.in_features, true, |rows, dx, at| {
             let products = || layers.iter().zip(grad_outputs).enumerate();
             let part =
                 |layer: &Self, dy: &Tensor<T>| layer.shard.slice(dy.buffer(), rows.clone(), layer.shard.out_features);
@@ -271,6 +274,6 @@ impl<T: Float> sealed::Sealed for TensorParallelColumnLinear<T> {
     const SHARDED: Sharded = Sharded::Out;
 
     fn assemble(group: &Group, config: LinearConfig, weight: Parameter<T>, bias: Option<Parameter<T>>) -> Result<Self> {
-        Ok(Self { shard: Shard::new("column linear", group, config, weight, bias) })
+        Ok(Self { shard: Shard::new(LayerKind::Column, group, config, weight, bias) })
     }
 }

@@ -25,7 +25,7 @@ impl From<Overlap> for Order {
         match overlap {
             Overlap::Blocking => Order::Whole,
             Overlap::Async => Order::OwnFirst,
-            Overlap::Pipelined { .. } => Order::Arrival,
+            Overlap::Pipelined { .. } | Overlap::Auto => Order::Arrival,
         }
     }
 }
@@ -41,16 +41,18 @@ pub(super) struct Gathering {
 }
 
 impl Gathering {
-    /// Starts to gather every rank's `shard`, rows of `features` elements. Under `Blocking` it is waited for at once.
+    /// Starts to gather every rank's `shard`, rows of `features` elements, as `overlap` cuts them. Under `Blocking` it is waited
+    /// for at once.
     pub(super) fn start<T: Float>(
         layer: &Shard<T>,
+        overlap: Overlap,
         rows: ShardLayout,
         features: usize,
         shard: &Buffer,
     ) -> Result<Self> {
-        let blocks = layer.cut(layer.blocks(rows, features));
+        let blocks = overlap.cut(layer.blocks(rows, features));
         let gather = layer.group.start_gather(T::DTYPE, blocks, shard)?;
-        let gather = if layer.overlap() == Overlap::Blocking { Gather::Ready(gather.wait()?) } else { gather };
+        let gather = if overlap == Overlap::Blocking { Gather::Ready(gather.wait()?) } else { gather };
         let rank = layer.group.rank();
         Ok(Self { gather, blocks, rank, own: rows.own(rank), shard: shard.clone() })
     }

@@ -37,6 +37,7 @@ impl Sum {
 /// - `Pipelined`: block by block, each leaving as soon as it is computed, this rank's own last.
 pub(super) fn sum_rows<T: Float>(
     layer: &Shard<T>,
+    overlap: Overlap,
     rows: ShardLayout,
     features: usize,
     more: bool,
@@ -51,8 +52,8 @@ pub(super) fn sum_rows<T: Float>(
             group.start_all_reduce_of(T::DTYPE, ReduceOp::Sum, blocks)
         }
     };
-    let blocks = layer.cut(layer.blocks(rows, features));
-    match layer.overlap() {
+    let blocks = overlap.cut(layer.blocks(rows, features));
+    match overlap {
         Overlap::Pipelined { .. } => {
             let mut reduce = start(blocks)?;
             for piece in blocks.order(rank) {

@@ -11,6 +11,7 @@ use crate::dtype::Float;
 use crate::group::Group;
 use crate::layout::ShardLayout;
 use crate::parameter::Parameter;
+use crate::plan::{LayerKind, Pass};
 use crate::tensor::{Placement, Tensor};
 
 /// A linear layer whose input features are sharded over the ranks: `Y = X Wᵀ + b` with the weight's columns (input features) sharded.
@@ -90,7 +91,8 @@ impl<T: Float> TensorParallelRowLinear<T> {
         let bias = shard.bias_value().filter(|_| shard.group.rank() == 0);
         let bias = bias.as_ref().map(Tensor::buffer);
 
-        let sum = sum_rows(shard, rows, shard.out_features, false, |rows, y, at| {
+        let overlap = shard.schedule(rows, Pass::Forward)?;
+        let sum = sum_rows(shard, overlap, rows, shard.out_features, false, |rows, y, at| {
             shard.multiply(&shard.slice(x, rows, shard.in_features)?, y, at, bias)
         })?;
 
@@ -114,15 +116,16 @@ impl<T: Float> TensorParallelRowLinear<T> {
         let mut dx = shard.allocate(rows.total(), shard.in_features)?;
 
         // Both products of this rank's own rows need no communication; the others' follow as they come.
+        let overlap = shard.schedule(rows, Pass::Backward)?;
         let gathering = if shard.is(LinearMode::AllReduce) {
             Gathering::ready(own.clone(), rows, 0)
         } else {
-            Gathering::start(shard, rows, shard.out_features, own)?
+            Gathering::start(shard, overlap, rows, shard.out_features, own)?
         };
         let product = |rows: Range<usize>, dy: &_| shard.multiply_back(dy, &mut dx, rows.start, T::DTYPE, false);
         let add_weight_grad =
             |rows: Range<usize>, dy: &_| shard.add_weight_grad(dy, &shard.slice(x, rows, shard.in_features)?);
-        let dy = gathering.for_each(shard.overlap().into(), product, add_weight_grad)?;
+        let dy = gathering.for_each(overlap.into(), product, add_weight_grad)?;
 
         shard.add_bias_grad(&dy)?;
         Ok(shard.tensor(dx.freeze(), *saved.input.shape(), Placement::Features))
@@ -141,6 +144,6 @@ impl<T: Float> sealed::Sealed for TensorParallelRowLinear<T> {
     const SHARDED: Sharded = Sharded::In;
 
     fn assemble(group: &Group, config: LinearConfig, weight: Parameter<T>, bias: Option<Parameter<T>>) -> Result<Self> {
-        Ok(Self { shard: Shard::new("row linear", group, config, weight, bias) })
+        Ok(Self { shard: Shard::new(LayerKind::Row, group, config, weight, bias) })
     }
 }

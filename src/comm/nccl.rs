@@ -30,6 +30,7 @@ use crate::device::{Device, same_length};
 use crate::dtype::DType;
 use crate::layout::ShardLayout;
 use crate::memory::{Buffer, BufferMut};
+use crate::timeline::Recorder;
 use crate::{Error, Result};
 
 /// A rank of a group of CUDA devices that communicate through NCCL.
@@ -207,10 +208,13 @@ impl Shared {
         }
         if !transfers.is_empty() {
             self.queue.device().bind()?;
-            // SAFETY: the transfers were made from buffers of this device, which the operation holds until compute is
-            // ordered after the stream, or the stream has been drained.
-            unsafe { self.handle.group(transfers, self.queue.stream()) }?;
-            self.settle(Some(header))?;
+            let bytes = transfers.iter().map(Transfer::received).sum::<usize>() as u64;
+            self.queue.span(header.kind.name(), bytes, || {
+                // SAFETY: the transfers were made from buffers of this device, which the operation holds until compute is
+                // ordered after the stream, or the stream has been drained.
+                unsafe { self.handle.group(transfers, self.queue.stream()) }?;
+                self.settle(Some(header))
+            })?;
         }
         let done = self.queue.mark()?;
         if !header.is_pairwise() {
@@ -447,7 +451,7 @@ impl NcclCommunicator {
         device: &Arc<CudaDevice>,
         config: NcclConfig,
     ) -> Result<Self> {
-        Self::join(id, rank, world_size, device, config, None)
+        Self::join(id, rank, world_size, device, config, (None, Recorder::disabled()))
     }
 
     fn join(
@@ -456,7 +460,7 @@ impl NcclCommunicator {
         world_size: usize,
         device: &Arc<CudaDevice>,
         config: NcclConfig,
-        room: Option<Arc<Room>>,
+        (room, recorder): (Option<Arc<Room>>, Recorder),
     ) -> Result<Self> {
         if rank >= world_size || world_size > i32::MAX as usize {
             let wanted = format!("below the world size of {world_size}");
@@ -466,7 +470,7 @@ impl NcclCommunicator {
         // A rank that has joined and ended the group since knows better than NCCL why this one fails.
         let known = |error| room.as_ref().and_then(|room| room.board.failure(rank)).unwrap_or(error);
         let handle = Handle::join(id, rank, world_size, &config).map_err(known)?;
-        Self::start(handle, rank, world_size, device, config, room)
+        Self::start(handle, rank, world_size, device, config, (room, recorder))
     }
 
     /// Waits until the handle has joined its group, and starts the watcher.
@@ -476,13 +480,13 @@ impl NcclCommunicator {
         world_size: usize,
         device: &Arc<CudaDevice>,
         config: NcclConfig,
-        room: Option<Arc<Room>>,
+        (room, recorder): (Option<Arc<Room>>, Recorder),
     ) -> Result<Self> {
         let shared = Arc::new(Shared {
             rank,
             world_size,
             handle,
-            queue: Queue::new(device)?,
+            queue: Queue::new(device, recorder)?,
             order: Order::of(device),
             deadline: AtomicU64::new(millis(config.deadline)),
             config,
@@ -659,7 +663,8 @@ impl Communicator for NcclCommunicator {
         let new_rank = members.iter().position(|member| *member == rank).unwrap_or_default();
         let room = self.shared.room.as_ref().map(|room| room.child(header.sequence, color, &members));
         let config = NcclConfig { deadline: self.shared.deadline(), ..self.shared.config.clone() };
-        let new = Self::start(handle, new_rank, members.len(), device, config, room)?;
+        let recorder = self.shared.queue.recorder().clone();
+        let new = Self::start(handle, new_rank, members.len(), device, config, (room, recorder))?;
         Ok(Some(Arc::new(new)))
     }
 

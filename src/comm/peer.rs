@@ -117,7 +117,7 @@ impl PeerWorld {
     fn place(&self, rank: usize, board: &Arc<Board>) -> Result<Group> {
         let recorder = self.recorder.for_rank(rank);
         let cuda = CudaDevice::with_recorder(self.ordinals[rank], recorder.clone())?;
-        let work = Arc::new(PeerWork { queue: Queue::new(&cuda)? });
+        let work = Arc::new(PeerWork { queue: Queue::new(&cuda, recorder.clone())? });
         let device: Arc<dyn Device> = cuda;
         let seat = Seat { device: Arc::clone(&device), work, recorder: recorder.clone() };
         Ok(Group::new(board.join(rank, seat, self.deadline)?, device, recorder))
@@ -161,7 +161,10 @@ impl Work for PeerWork {
     }
 
     fn copy(&self, source: &Buffer, target: &mut BufferMut) -> Result<Option<Mark>> {
-        self.queue.copy(source, target)?;
+        if source.is_empty() {
+            return self.mark();
+        }
+        self.queue.span("copy", source.len() as u64, || self.queue.copy(source, target))?;
         self.mark()
     }
 
@@ -173,7 +176,7 @@ impl Work for PeerWork {
         out: &mut BufferMut,
     ) -> Result<Option<Mark>> {
         let op = if let Kind::AllReduce(op) = header.kind { op } else { ReduceOp::Sum };
-        self.queue.combine(header.dtype, op, world_size, summand, out)?;
+        self.queue.span("sum", 0, || self.queue.combine(header.dtype, op, world_size, summand, out))?;
         self.mark()
     }
 

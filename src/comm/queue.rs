@@ -6,6 +6,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaContext, sys};
 
@@ -15,6 +16,7 @@ use crate::device::cuda::CudaDevice;
 use crate::device::cuda::memory::{pointer, pointer_mut};
 use crate::dtype::DType;
 use crate::memory::{Buffer, BufferMut};
+use crate::timeline::{Lane, Recorder};
 use crate::{Error, Result};
 
 /// Turns what a driver call returned into a result.
@@ -37,12 +39,45 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    fn new(device: &Arc<CudaDevice>) -> Result<Self> {
+    fn new(device: &Arc<CudaDevice>, timed: bool) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        let flags = match timed {
+            true => sys::CUevent_flags::CU_EVENT_DEFAULT,
+            false => sys::CUevent_flags::CU_EVENT_DISABLE_TIMING,
+        } as u32;
         // SAFETY: the context is bound, and `raw` is written before it is read.
         driver("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags) })?;
         Ok(Self { raw, device: Arc::clone(device) })
+    }
+
+    /// Records it in a stream of the bound context. Nobody else holds the event.
+    fn record(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: event and stream belong to the bound context and are alive.
+        driver("cuEventRecord", unsafe { sys::cuEventRecord(self.raw, stream) })
+    }
+
+    /// Records it in a stream of its own, which is empty, and waits for it.
+    fn record_apart(&self) -> Result<()> {
+        let mut stream = std::ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: the context is bound, and `stream` is written before it is read.
+        driver("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut stream, flags) })?;
+        let recorded = self.record(stream).and_then(|()| self.wait());
+        // SAFETY: created above, destroyed once.
+        unsafe { sys::cuStreamDestroy_v2(stream) };
+        recorded
+    }
+
+    /// How long after `earlier` the device passed it. Both have been passed and keep the time.
+    fn since(&self, earlier: &Event) -> Result<Duration> {
+        // SAFETY: both events are alive.
+        let elapsed = unsafe { cudarc::driver::result::event::elapsed(earlier.raw, self.raw) };
+        let milliseconds = elapsed.map_err(|error| Error::Foreign {
+            library: "CUDA",
+            call: "cuEventElapsedTime".into(),
+            message: format!("{:?}", error.0),
+        })?;
+        Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
     }
 
     /// Whether the stream has passed it.
@@ -86,6 +121,24 @@ pub(crate) struct Queue {
     next: AtomicUsize,
     /// The ordinals of devices whose memory has been copied from.
     peers: Mutex<Vec<usize>>,
+    recorder: Recorder,
+    clock: Mutex<Clock>,
+}
+
+/// Times on the device, for the timeline.
+#[derive(Default)]
+struct Clock {
+    /// An event, and when the device passed it.
+    zero: Option<(Event, Instant)>,
+    /// Spans that the device may not have passed yet.
+    open: Vec<Timed>,
+}
+
+struct Timed {
+    name: &'static str,
+    bytes: u64,
+    start: Event,
+    end: Event,
 }
 
 // SAFETY: the driver's streams may be used from any thread.
@@ -94,7 +147,7 @@ unsafe impl Send for Queue {}
 unsafe impl Sync for Queue {}
 
 impl Queue {
-    pub(crate) fn new(device: &Arc<CudaDevice>) -> Result<Self> {
+    pub(crate) fn new(device: &Arc<CudaDevice>, recorder: Recorder) -> Result<Self> {
         device.bind()?;
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: the context is bound; both are plain integers.
@@ -110,11 +163,17 @@ impl Queue {
             events: Mutex::default(),
             next: AtomicUsize::new(0),
             peers: Mutex::default(),
+            recorder,
+            clock: Mutex::default(),
         })
     }
 
     pub(crate) fn device(&self) -> &Arc<CudaDevice> {
         &self.device
+    }
+
+    pub(crate) fn recorder(&self) -> &Recorder {
+        &self.recorder
     }
 
     pub(crate) fn stream(&self) -> sys::CUstream {
@@ -134,7 +193,7 @@ impl Queue {
                 return Ok(Arc::clone(&events[index]));
             }
         }
-        let event = Arc::new(Event::new(&self.device)?);
+        let event = Arc::new(Event::new(&self.device, false)?);
         events.push(Arc::clone(&event));
         Ok(event)
     }
@@ -142,8 +201,7 @@ impl Queue {
     fn record(&self, stream: sys::CUstream) -> Result<Arc<Event>> {
         self.device.bind()?;
         let event = self.event()?;
-        // SAFETY: event and stream belong to the bound context and are alive; nobody else holds the event.
-        driver("cuEventRecord", unsafe { sys::cuEventRecord(event.raw, stream) })?;
+        event.record(stream)?;
         Ok(event)
     }
 
@@ -160,7 +218,50 @@ impl Queue {
 
     /// What is queued on communication so far.
     pub(crate) fn mark(&self) -> Result<Arc<Event>> {
+        self.note_times()?;
         self.record(self.stream)
+    }
+
+    /// Queues `work` on the communication stream, as a span of the timeline while that is recorded.
+    pub(crate) fn span(&self, name: &'static str, bytes: u64, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        if !self.recorder.is_on() {
+            return work();
+        }
+        self.device.bind()?;
+        let mut clock = self.clock.lock().unwrap_or_else(PoisonError::into_inner);
+        if clock.zero.is_none() {
+            let zero = Event::new(&self.device, true)?;
+            zero.record_apart()?;
+            clock.zero = Some((zero, Instant::now()));
+        }
+        drop(clock);
+        let (start, end) = (Event::new(&self.device, true)?, Event::new(&self.device, true)?);
+        start.record(self.stream)?;
+        work()?;
+        end.record(self.stream)?;
+        let mut clock = self.clock.lock().unwrap_or_else(PoisonError::into_inner);
+        clock.open.push(Timed { name, bytes, start, end });
+        Ok(())
+    }
+
+    /// Notes the spans that the device has passed.
+    fn note_times(&self) -> Result<()> {
+        let mut clock = self.clock.lock().unwrap_or_else(PoisonError::into_inner);
+        let Clock { zero, open } = &mut *clock;
+        let Some((event, at)) = zero else { return Ok(()) };
+        while let Some(span) = open.first() {
+            if !span.end.has_passed()? {
+                return Ok(());
+            }
+            let (start, end) = (*at + span.start.since(event)?, *at + span.end.since(event)?);
+            self.recorder.note(Lane::Communication, span.name, start, end, span.bytes);
+            open.remove(0);
+        }
+        if !self.recorder.is_on() {
+            // The device's clock counts in single precision: the next recording starts anew.
+            *zero = None;
+        }
+        Ok(())
     }
 
     /// Orders later communication after the event.

@@ -221,6 +221,19 @@ impl Transfer {
         }
     }
 
+    /// Bytes that come to this rank, or of its result.
+    pub(super) fn received(&self) -> usize {
+        match *self {
+            Transfer::Send { .. } => 0,
+            Transfer::Receive { bytes, .. } | Transfer::AllGather { bytes, .. } | Transfer::Broadcast { bytes, .. } => {
+                bytes
+            }
+            Transfer::Reduce { elements, dtype, .. }
+            | Transfer::ReduceScatter { elements, dtype, .. }
+            | Transfer::AllReduce { elements, dtype, .. } => elements * dtype.size(),
+        }
+    }
+
     /// Queues the transfer: within a group, for its end.
     ///
     /// # Safety

@@ -352,7 +352,8 @@ impl Op {
             Some(Staged::Full(staged)) => Some(staged),
             _ => None,
         };
-        self.shared.queue.combine(state.header.dtype, op, world_size, &summand, &mut out)?;
+        let (queue, dtype) = (&self.shared.queue, state.header.dtype);
+        queue.span("sum", 0, || queue.combine(dtype, op, world_size, &summand, &mut out))?;
         state.pieces[piece].result = Some(out);
         let done = self.mark(state)?;
         state.deliver(piece, &done);

@@ -118,7 +118,8 @@ impl NcclWorld {
         let recorder = self.recorder.for_rank(rank);
         let device = CudaDevice::with_recorder(self.ordinals[rank], recorder.clone())?;
         let (config, room) = (self.config.clone(), Arc::clone(room));
-        let communicator = NcclCommunicator::join(id, rank, self.ordinals.len(), &device, config, Some(room))?;
+        let communicator =
+            NcclCommunicator::join(id, rank, self.ordinals.len(), &device, config, (Some(room), recorder.clone()))?;
         Ok(Group::new(Arc::new(communicator), device, recorder))
     }
 }

@@ -1,5 +1,8 @@
 //! A rank's communication stream on its CUDA device, the events that order it with compute, and the work that runs there.
 //!
+//! Of the device it needs the context, the compute stream, where a buffer lies, and the kernel that combines summands in
+//! order on a given stream; and that a failed device says so to whoever reads or synchronises.
+//!
 //! The compute and the communication stream are ordered by events of this module alone, each recorded once for one
 //! purpose: neither the driver's default stream nor cudarc's own tracking takes part.
 
@@ -25,6 +28,16 @@ pub(crate) fn driver(call: &'static str, code: sys::CUresult) -> Result<()> {
         return Ok(());
     }
     Err(Error::Foreign { library: "CUDA", call: call.into(), message: format!("{code:?}") })
+}
+
+/// Where a buffer lies on its device.
+pub(crate) fn address(buffer: &Buffer) -> Result<sys::CUdeviceptr> {
+    pointer(buffer).map(|(address, _)| address)
+}
+
+/// Where a unique buffer lies on its device.
+pub(crate) fn address_mut(buffer: &mut BufferMut) -> Result<sys::CUdeviceptr> {
+    pointer_mut(buffer).map(|(address, _)| address)
 }
 
 /// A point in a stream, used again once nobody holds it.

@@ -4,11 +4,13 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use async_tensor_parallel::timeline::Lane;
+use async_tensor_parallel::timeline::{Lane, Recorder};
 use async_tensor_parallel::{
-    DType, Element, Error, Float, Group, LocalWorld, NcclConfig, NcclWorld, PeerWorld, Placement, Reduction, Result,
+    CudaDevice, DType, Element, Error, Float, Group, LocalWorld, NcclCommunicator, NcclConfig, NcclId, NcclWorld,
+    PeerWorld, Placement, Reduction, Result,
 };
 use common::cuda::{Kind, World, devices};
 use common::real;
@@ -382,6 +384,58 @@ fn no_memory_is_an_error_of_one_rank() {
     }
 }
 
+/// Communicators made one by one from an id, as ranks of several processes make them: nobody tells them what the others
+/// do.
+fn by_hand<R: Send>(n: usize, deadline: Duration, f: impl Fn(&Group) -> Result<R> + Sync) -> Vec<Result<R>> {
+    let id = NcclId::new().unwrap().to_bytes();
+    let join = |rank: usize| {
+        let device = CudaDevice::new(rank)?;
+        let mut config = NcclConfig::default();
+        config.deadline = deadline;
+        let communicator = NcclCommunicator::new(NcclId::from_bytes(id), rank, n, &device, config)?;
+        let group = Group::new(Arc::new(communicator), device, Recorder::disabled());
+        f(&group)
+    };
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..n).map(|rank| scope.spawn(move || join(rank))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn communicators_made_by_hand() {
+    let n = devices().min(3);
+    if n == 0 {
+        return;
+    }
+    let want = LocalWorld::new(n).unwrap().run(all_collectives::<f32>).unwrap();
+    let got: Result<Vec<_>> = by_hand(n, Duration::from_secs(60), all_collectives::<f32>).into_iter().collect();
+    assert_eq!(got.unwrap(), want);
+    let device = CudaDevice::new(0).unwrap();
+    let refused = NcclCommunicator::new(NcclId::new().unwrap(), 2, 2, &device, NcclConfig::default());
+    assert!(matches!(refused, Err(Error::Argument { what: "rank", .. })));
+}
+
+/// Without a word from the others there is still the deadline.
+#[test]
+fn by_hand_a_rank_that_does_not_come_is_a_timeout() {
+    if devices() < 2 {
+        return;
+    }
+    let deadline = Duration::from_secs(1);
+    let begun = Instant::now();
+    let outcomes = by_hand(2, deadline, |group| {
+        sum(group, 8)?;
+        if group.rank() == 1 {
+            std::thread::sleep(deadline * 3);
+            return Ok(vec![]);
+        }
+        sum(group, 8)
+    });
+    assert!(begun.elapsed() < Duration::from_secs(15), "{outcomes:?}");
+    assert!(matches!(outcomes[0], Err(Error::Timeout { rank: 0, sequence: 1, .. })), "{outcomes:?}");
+}
+
 /// A block that is not the next one is refused, and the group goes on.
 #[test]
 fn blocks_out_of_order_are_refused() {
@@ -397,12 +451,12 @@ fn blocks_out_of_order_are_refused() {
         let operation = communicator.all_reduce(DType::F32, ReduceOp::Sum, blocks, out)?;
         let block = |piece: usize| ones.buffer().slice(blocks.bytes(piece));
         let own = group.rank();
-        let refused = std::sync::Arc::clone(&operation).contribute(own, block(own)?);
+        let refused = Arc::clone(&operation).contribute(own, block(own)?);
         assert!(matches!(refused, Err(Error::Argument { .. })), "{refused:?}");
         for piece in blocks.order(own) {
-            std::sync::Arc::clone(&operation).contribute(piece, block(piece)?)?;
+            Arc::clone(&operation).contribute(piece, block(piece)?)?;
         }
-        let refused = std::sync::Arc::clone(&operation).contribute(own, block(own)?);
+        let refused = Arc::clone(&operation).contribute(own, block(own)?);
         assert!(matches!(refused, Err(Error::Argument { .. })), "{refused:?}");
         let whole = operation.wait()?;
         let mut bytes = [0; 16];

@@ -20,7 +20,7 @@ fn main() -> ExitCode {
     let (paths, overlaps) = match arguments() {
         Ok(arguments) => arguments,
         Err(error) => {
-            eprintln!("{error}\nusage: parity FILE_OR_DIR... [--overlap blocking|async|pipelined[:CHUNKS]]...");
+            eprintln!("{error}\nusage: parity FILE_OR_DIR... [--overlap blocking|async|pipelined[:CHUNKS]|auto]...");
             return ExitCode::from(2);
         }
     };

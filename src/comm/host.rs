@@ -92,8 +92,8 @@ pub(crate) struct Message {
 pub(crate) enum Completion {
     /// The message's bytes are no longer needed.
     Sent(Header, Message),
-    /// The message has arrived.
-    Received(Header, Message, BufferMut),
+    /// The message has arrived, and kept this rank's port busy for so long.
+    Received(Header, Message, BufferMut, Duration),
 }
 
 /// Moves messages between ranks. Lives on the progress thread.
@@ -143,6 +143,8 @@ struct State {
     looked: usize,
     /// Messages that are still under way, and blocks that are still to be handed in.
     outstanding: usize,
+    /// How long messages have kept this rank's port busy.
+    communication: Duration,
     outcome: Option<Result<()>>,
 }
 
@@ -339,6 +341,7 @@ impl HostCommunicator {
         state.arrived.reserve(room);
         state.looked = 0;
         state.outstanding = 0;
+        state.communication = Duration::ZERO;
         state.outcome = None;
         drop(state);
         Ok(op)
@@ -554,6 +557,7 @@ impl Op {
             arrived: Vec::new(),
             looked: 0,
             outstanding: 0,
+            communication: Duration::ZERO,
             outcome: None,
         };
         Ok(Arc::new(Self { state: Mutex::new(state), changed: Condvar::new(), shared: Arc::clone(shared) }))
@@ -606,6 +610,10 @@ impl Op {
 }
 
 impl Operation for Op {
+    fn communication(&self) -> Duration {
+        self.lock().communication
+    }
+
     fn contribute(self: Arc<Self>, piece: usize, block: Buffer) -> Result<()> {
         let mut state = self.lock();
         let refused = |got: String, wanted: &str| Error::Argument { what: "block", got, wanted: wanted.into() };
@@ -874,7 +882,7 @@ impl<T: Transport> Engine<T> {
     }
 
     fn complete(&mut self, completion: Completion) -> Result<()> {
-        let (Completion::Sent(header, message) | Completion::Received(header, message, _)) = &completion;
+        let (Completion::Sent(header, message) | Completion::Received(header, message, ..)) = &completion;
         let found = self.active.iter().find(|op| {
             let state = op.lock();
             state.header.sequence == header.sequence && state.header.kind == header.kind
@@ -891,8 +899,9 @@ impl<T: Transport> Engine<T> {
         match completion {
             // A block of a reduction counts once, when it has been sent.
             Completion::Sent(..) => state.outstanding -= 1,
-            Completion::Received(header, message, buffer) => {
+            Completion::Received(header, message, buffer, busy) => {
                 state.outstanding -= 1;
+                state.communication += busy;
                 let (rank, chunks, pieces) = (self.shared.rank, state.blocks.chunks, state.pieces.len());
                 let reduction = matches!(header.kind, Kind::ReduceScatter | Kind::AllReduce(_));
                 if reduction && message.part < pieces {

@@ -518,6 +518,8 @@ struct Transit {
     departure: Instant,
     arrival: Instant,
     copied: bool,
+    /// How long it keeps this rank's port busy.
+    busy: Duration,
 }
 
 impl LocalTransport {
@@ -543,7 +545,16 @@ impl LocalTransport {
                 state.failure.get_or_insert(failure);
                 return Ok(());
             }
-            self.transit.push(Transit { header, message, letter, into, departure, arrival, copied: false });
+            self.transit.push(Transit {
+                header,
+                message,
+                letter,
+                into,
+                departure,
+                arrival,
+                copied: false,
+                busy: Duration::ZERO,
+            });
         }
         Ok(())
     }
@@ -571,10 +582,15 @@ impl LocalTransport {
     /// Copies what has departed, and hands over what has arrived.
     fn deliver(&mut self, done: &mut Vec<Completion>) -> Result<()> {
         for transit in self.transit.iter_mut().filter(|transit| !transit.copied) {
+            let begun = Instant::now();
             bytes_mut(&mut transit.into)?.copy_from_slice(bytes(&transit.letter.data)?);
             transit.copied = true;
-            if self.board.ports.is_none() {
-                transit.arrival = Instant::now();
+            match &self.board.ports {
+                Some(ports) => transit.busy = ports.link.transfer(transit.letter.data.len()),
+                None => {
+                    transit.arrival = Instant::now();
+                    transit.busy = transit.arrival - begun;
+                }
             }
         }
         let now = Instant::now();
@@ -584,7 +600,7 @@ impl LocalTransport {
                 index += 1;
                 continue;
             }
-            let Transit { header, message, letter, into, departure, arrival, .. } = self.transit.remove(index);
+            let Transit { header, message, letter, into, departure, arrival, busy, .. } = self.transit.remove(index);
             self.recorder.note(Lane::Communication, header.kind.name(), departure, arrival, into.len() as u64);
             let receipt = (letter.header, Message { peer: self.rank, part: letter.part });
             let from = letter.from;
@@ -594,7 +610,7 @@ impl LocalTransport {
             state.taken[from].push(receipt);
             self.board.wake(&mut state, from);
             drop(state);
-            done.push(Completion::Received(header, message, into));
+            done.push(Completion::Received(header, message, into, busy));
         }
         Ok(())
     }

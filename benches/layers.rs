@@ -178,7 +178,8 @@ fn layers(criterion: &mut Criterion) {
         for (direction, products) in [("forward", 1), ("backward", 2)] {
             group.throughput(Throughput::Elements(products * flops));
             for mode in [LinearMode::AllReduce, LinearMode::ReduceScatter] {
-                for overlap in [Overlap::Blocking, Overlap::Async, Overlap::Pipelined { chunks: 0 }] {
+                let overlaps = [Overlap::Blocking, Overlap::Async, Overlap::Pipelined { chunks: 0 }, Overlap::Auto];
+                for overlap in overlaps {
                     let id = BenchmarkId::new(direction, format!("{mode:?} {overlap}"));
                     group.bench_function(id, |bencher| {
                         bencher.iter_custom(|n| {

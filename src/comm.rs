@@ -16,11 +16,12 @@ pub(crate) mod queue;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::dtype::DType;
 use crate::layout::ShardLayout;
 use crate::memory::{Buffer, BufferMut};
+use crate::meter::Meter;
 use crate::{Error, Result};
 
 /// How long a wait lasts before it gives up, unless a group says otherwise: 10 minutes, as with PyTorch's process
@@ -124,6 +125,11 @@ pub trait Operation: Send + Sync + fmt::Debug {
     /// # Errors
     /// As [`Operation::next`].
     fn wait(&self) -> Result<Buffer>;
+
+    /// How long bytes were on their way to this rank so far; zero from an engine that cannot tell without waiting.
+    fn communication(&self) -> Duration {
+        Duration::ZERO
+    }
 }
 
 /// Collectives over a group of ranks. Implemented by the engines of this crate.
@@ -213,6 +219,14 @@ pub(crate) enum Gather {
 }
 
 impl Gather {
+    /// Notes in `meter` what it spends.
+    pub(crate) fn metered(mut self, meter: &Arc<Meter>) -> Self {
+        if let Gather::Running(operation) = &mut self {
+            operation.meter = Some(Arc::clone(meter));
+        }
+        self
+    }
+
     /// See [`Operation::next`].
     pub(crate) fn next(&mut self) -> Result<Option<(Range<usize>, Buffer)>> {
         match self {
@@ -240,6 +254,14 @@ pub(crate) enum Reduce {
 }
 
 impl Reduce {
+    /// Notes in `meter` what it spends.
+    pub(crate) fn metered(mut self, meter: &Arc<Meter>) -> Self {
+        if let Reduce::Running(operation) = &mut self {
+            operation.meter = Some(Arc::clone(meter));
+        }
+        self
+    }
+
     /// See [`Operation::contribute`].
     pub(crate) fn contribute(&mut self, piece: usize, block: Buffer) -> Result<()> {
         match self {
@@ -286,12 +308,16 @@ pub(crate) struct InFlight {
     communicator: Arc<dyn Communicator>,
     /// Blocks that are still to be handed in.
     owed: usize,
+    meter: Option<Arc<Meter>>,
+    /// How long its waiter has stood still.
+    exposed: Duration,
 }
 
 impl InFlight {
     /// `owed` blocks are to be handed in, if it is a reduction.
     pub(crate) fn new(operation: Arc<dyn Operation>, communicator: &Arc<dyn Communicator>, owed: usize) -> Self {
-        Self { operation: Some(operation), communicator: Arc::clone(communicator), owed }
+        let communicator = Arc::clone(communicator);
+        Self { operation: Some(operation), communicator, owed, meter: None, exposed: Duration::ZERO }
     }
 
     fn operation(&self) -> Result<&Arc<dyn Operation>> {
@@ -301,8 +327,11 @@ impl InFlight {
         })
     }
 
-    pub(crate) fn next(&self) -> Result<Option<(Range<usize>, Buffer)>> {
-        self.operation()?.next()
+    pub(crate) fn next(&mut self) -> Result<Option<(Range<usize>, Buffer)>> {
+        let begun = Instant::now();
+        let run = self.operation()?.next();
+        self.exposed += begun.elapsed();
+        run
     }
 
     pub(crate) fn contribute(&mut self, piece: usize, block: Buffer) -> Result<()> {
@@ -312,7 +341,12 @@ impl InFlight {
     }
 
     pub(crate) fn wait(mut self) -> Result<Buffer> {
-        let result = self.operation()?.wait();
+        let begun = Instant::now();
+        let operation = self.operation()?;
+        let result = operation.wait();
+        if let Some(meter) = &self.meter {
+            meter.spent(operation.communication(), self.exposed + begun.elapsed());
+        }
         self.operation = None;
         result
     }

@@ -34,6 +34,7 @@ mod group;
 mod layout;
 mod linear;
 mod memory;
+mod meter;
 mod mode;
 mod parameter;
 mod plan;
@@ -48,8 +49,6 @@ pub use comm::nccl::{CtaPolicy, NcclCommunicator, NcclConfig, NcclId, Reduction}
 #[cfg(feature = "cuda")]
 pub use comm::peer::PeerWorld;
 pub use comm::{Blocks, Communicator, DEFAULT_DEADLINE, Operation, ReduceOp};
-#[cfg(feature = "cuda")]
-pub use device::cuda::CudaDevice;
 pub use device::{Cpu, Device, Matmul, Matrix};
 pub use dtype::{DType, Element, Float};
 pub use error::{Error, Result};
@@ -59,6 +58,7 @@ pub use linear::column::TensorParallelColumnLinear;
 pub use linear::row::TensorParallelRowLinear;
 pub use linear::{LinearBuilder, LinearConfig, LinearLayer, Saved};
 pub use memory::{Buffer, BufferMut, Memory};
+pub use meter::OverlapReport;
 pub use mode::{LinearMode, Overlap};
 pub use parameter::Parameter;
 pub use plan::{LayerKind, Pass, Plan, Prediction, ProductCost, Site, WireCost};

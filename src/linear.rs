@@ -8,6 +8,7 @@ pub(crate) mod row;
 
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::comm::Blocks;
@@ -16,6 +17,7 @@ use crate::dtype::{DType, Element, Float};
 use crate::group::Group;
 use crate::layout::{ContiguousChunks, ShardLayout};
 use crate::memory::{Buffer, BufferMut};
+use crate::meter::Meter;
 use crate::mode::{LinearMode, Overlap};
 use crate::parameter::Parameter;
 use crate::plan::{LayerKind, Pass, Site};
@@ -289,6 +291,15 @@ pub struct Saved<T: Element> {
     rows: ShardLayout,
 }
 
+/// One call of a layer.
+#[derive(Debug)]
+struct Call {
+    overlap: Overlap,
+    pass: Pass,
+    rows: usize,
+    meter: Arc<Meter>,
+}
+
 /// One shard of a linear layer: what both layers are made of.
 #[derive(Debug)]
 pub(crate) struct Shard<T: Float> {
@@ -302,6 +313,8 @@ pub(crate) struct Shard<T: Float> {
     /// Features of this rank's input and output.
     in_features: usize,
     out_features: usize,
+    /// Forward and backward.
+    meters: [Arc<Meter>; 2],
 }
 
 impl<T: Float> Shard<T> {
@@ -327,6 +340,7 @@ impl<T: Float> Shard<T> {
             bias,
             in_features: shape[1],
             out_features: shape[0],
+            meters: Default::default(),
         }
     }
 
@@ -345,6 +359,17 @@ impl<T: Float> Shard<T> {
             out_features: self.config.out_features,
             gathers_again: self.config.recompute_all_gather,
         }
+    }
+
+    /// A call over the given rows: how it is carried out, and where what it spends is counted.
+    fn call(&self, rows: ShardLayout, pass: Pass) -> Result<Call> {
+        let meter = Arc::clone(&self.meters[pass as usize]);
+        Ok(Call { overlap: self.schedule(rows, pass)?, pass, rows: rows.total(), meter })
+    }
+
+    /// Notes that a call has ended.
+    fn called(&self, call: &Call) {
+        call.meter.called(self.name, call.pass, call.overlap, call.rows);
     }
 
     /// The overlap that is used for the given rows, with the number of chunks that is. One rank has nothing to overlap.
@@ -532,6 +557,12 @@ macro_rules! common_methods {
         /// As [`ShardLayout::uneven`]; those of measuring the group, if [`Overlap::Auto`](crate::Overlap::Auto) has no plan yet.
         pub fn schedule(&self, rows: usize, pass: crate::Pass) -> Result<crate::Overlap> {
             self.shard.schedule(ShardLayout::uneven(rows, self.shard.group.world_size())?, pass)
+        }
+
+        /// What this layer's calls in one direction have spent on communication so far, and how much of it was hidden. Where an
+        /// overlap was asked for and hides nothing, the layer warns once through `tracing`.
+        pub fn overlap_report(&self, pass: crate::Pass) -> crate::OverlapReport {
+            self.shard.meters[pass as usize].report()
         }
 
         /// The weight and its gradient: this rank's shard.

@@ -99,17 +99,16 @@ pub struct Plan {
 
 impl Plan {
     /// The overlaps that are candidates for [`Plan::choose`].
-    pub const CANDIDATES: [Overlap; 6] = [
+    pub const CANDIDATES: [Overlap; 5] = [
         Overlap::Blocking,
         Overlap::Async,
         Overlap::Pipelined { chunks: 1 },
         Overlap::Pipelined { chunks: 2 },
         Overlap::Pipelined { chunks: 4 },
-        Overlap::Pipelined { chunks: 8 },
     ];
 
     /// An overlap must promise to save this part of the time of a simpler one to be chosen instead.
-    const WORTHWHILE: f64 = 0.02;
+    const WORTHWHILE: f64 = 0.03;
 
     /// The fastest overlap for a call.
     pub fn choose(&self, site: &Site) -> Overlap {
@@ -346,7 +345,7 @@ pub(crate) mod tests {
         // The last piece comes after the gather.
         let pipelined = plan.predict(&site, Overlap::Pipelined { chunks: 1 }).seconds;
         assert!((pipelined - (12.58e-3 + 0.25 * 8.59e-3)).abs() < 1e-5, "{pipelined}");
-        assert_eq!(plan.choose(&site), Overlap::Pipelined { chunks: 8 });
+        assert_eq!(plan.choose(&site), Overlap::Pipelined { chunks: 4 });
         assert!(plan.explain(&site).lines().last().unwrap().ends_with("<- chosen"));
     }
 }

@@ -9,7 +9,7 @@ use async_tensor_parallel::{
     Float, Group, LinearMode, LocalWorld, Overlap, Placement, Result, ShardLayout, Tensor, TensorParallelColumnLinear,
     TensorParallelRowLinear,
 };
-use common::{Data, LAYERS, Layer, Spec, dense, integer, run};
+use common::{Data, LAYERS, Layer, Spec, dense, integer, planned, run};
 use proptest::prelude::*;
 
 fn overlaps() -> impl Strategy<Value = Overlap> {
@@ -17,6 +17,7 @@ fn overlaps() -> impl Strategy<Value = Overlap> {
         Just(Overlap::Blocking),
         Just(Overlap::Async),
         (0usize..12).prop_map(|chunks| Overlap::Pipelined { chunks }),
+        Just(Overlap::Auto),
     ]
 }
 
@@ -203,11 +204,17 @@ proptest! {
 
     #[test]
     fn rows_need_not_be_divisible(n in 1usize..=7, mode in modes(), overlap in overlaps(), total in 0usize..20) {
-        LocalWorld::new(n).unwrap().with_threads(1).run(|group| uneven(group, mode, overlap, total)).unwrap();
+        LocalWorld::new(n).unwrap().with_threads(1).run(|group| {
+            planned(group, overlap, total)?;
+            uneven(group, mode, overlap, total)
+        }).unwrap();
     }
 
     #[test]
     fn layers_share_a_gather(n in 1usize..=6, mode in modes(), overlap in overlaps(), recompute in any::<bool>(), rows in 1usize..4) {
-        LocalWorld::new(n).unwrap().with_threads(1).run(|group| shared(group, mode, overlap, recompute, rows)).unwrap();
+        LocalWorld::new(n).unwrap().with_threads(1).run(|group| {
+            planned(group, overlap, rows)?;
+            shared(group, mode, overlap, recompute, rows)
+        }).unwrap();
     }
 }

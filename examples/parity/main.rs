@@ -23,7 +23,7 @@ fn main() -> ExitCode {
     let (paths, overlaps, engine) = match arguments() {
         Ok(arguments) => arguments,
         Err(error) => {
-            let usage = "usage: parity FILE_OR_DIR... [--overlap blocking|async|pipelined[:CHUNKS]]...";
+            let usage = "usage: parity FILE_OR_DIR... [--overlap blocking|async|pipelined[:CHUNKS]|auto]...";
             eprintln!("{error}\n{usage}\n{}", world::HELP);
             return ExitCode::from(2);
         }

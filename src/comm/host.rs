@@ -102,8 +102,8 @@ pub(crate) type Held = (Buffer, Mark);
 pub(crate) enum Completion {
     /// The message's bytes are no longer needed, or not after the mark.
     Sent(Header, Message, Option<Held>),
-    /// The message has arrived, or has at the mark.
-    Received(Header, Message, BufferMut, Option<Mark>),
+    /// The message has arrived, or has at the mark, and kept this rank's port busy for so long.
+    Received(Header, Message, BufferMut, Duration, Option<Mark>),
 }
 
 /// What a rank does to its own memory, in the queue that its communication runs in.
@@ -218,6 +218,8 @@ struct State {
     looked: usize,
     /// Messages that are still under way, and blocks that are still to be handed in.
     outstanding: usize,
+    /// How long messages have kept this rank's port busy.
+    communication: Duration,
     outcome: Option<Result<()>>,
 }
 
@@ -439,6 +441,7 @@ impl HostCommunicator {
         state.arrived.reserve(room);
         state.looked = 0;
         state.outstanding = 0;
+        state.communication = Duration::ZERO;
         state.outcome = None;
         drop(state);
         Ok(op)
@@ -682,6 +685,7 @@ impl Op {
             arrived: Vec::new(),
             looked: 0,
             outstanding: 0,
+            communication: Duration::ZERO,
             outcome: None,
         };
         Ok(Arc::new(Self { state: Mutex::new(state), changed: Condvar::new(), shared: Arc::clone(shared) }))
@@ -734,6 +738,10 @@ impl Op {
 }
 
 impl Operation for Op {
+    fn communication(&self) -> Duration {
+        self.lock().communication
+    }
+
     fn contribute(self: Arc<Self>, piece: usize, block: Buffer) -> Result<()> {
         let mut state = self.lock();
         let refused = |got: String, wanted: &str| Error::Argument { what: "block", got, wanted: wanted.into() };
@@ -1051,8 +1059,9 @@ impl<T: Transport> Engine<T> {
                 state.outstanding -= 1;
                 state.held.extend(held);
             }
-            Completion::Received(header, message, buffer, done) => {
+            Completion::Received(header, message, buffer, busy, done) => {
                 state.outstanding -= 1;
+                state.communication += busy;
                 let (rank, chunks, pieces) = (self.shared.rank, state.blocks.chunks, state.pieces.len());
                 let reduction = matches!(header.kind, Kind::ReduceScatter | Kind::AllReduce(_));
                 if reduction && message.part < pieces {

@@ -659,6 +659,8 @@ struct Transit {
     departure: Instant,
     arrival: Instant,
     copied: bool,
+    /// How long it keeps this rank's port busy.
+    busy: Duration,
     done: Option<Mark>,
 }
 
@@ -685,8 +687,17 @@ impl LocalTransport {
                 state.failure.get_or_insert(failure);
                 return Ok(());
             }
-            let copied = false;
-            self.transit.push(Transit { header, message, letter, into, departure, arrival, copied, done: None });
+            self.transit.push(Transit {
+                header,
+                message,
+                letter,
+                into,
+                departure,
+                arrival,
+                copied: false,
+                busy: Duration::ZERO,
+                done: None,
+            });
         }
         Ok(())
     }
@@ -714,11 +725,16 @@ impl LocalTransport {
     /// Copies what has departed, and hands over what has arrived.
     fn deliver(&mut self, completed: &mut Vec<Completion>) -> Result<()> {
         for transit in self.transit.iter_mut().filter(|transit| !transit.copied) {
+            let begun = Instant::now();
             transit.letter.after.as_ref().map_or(Ok(()), |mark| self.work.follow(mark))?;
             transit.done = self.work.copy(&transit.letter.data, &mut transit.into)?;
             transit.copied = true;
-            if self.board.ports.is_none() {
-                transit.arrival = Instant::now();
+            match &self.board.ports {
+                Some(ports) => transit.busy = ports.link.transfer(transit.letter.data.len()),
+                None => {
+                    transit.arrival = Instant::now();
+                    transit.busy = transit.arrival - begun;
+                }
             }
         }
         let now = Instant::now();
@@ -728,7 +744,8 @@ impl LocalTransport {
                 index += 1;
                 continue;
             }
-            let Transit { header, message, letter, into, departure, arrival, done, .. } = self.transit.remove(index);
+            let Transit { header, message, letter, into, departure, arrival, busy, done, .. } =
+                self.transit.remove(index);
             if done.is_none() {
                 self.recorder.note(Lane::Communication, header.kind.name(), departure, arrival, into.len() as u64);
             }
@@ -740,7 +757,7 @@ impl LocalTransport {
             state.taken[from].push(receipt);
             self.board.wake(&mut state, from);
             drop(state);
-            completed.push(Completion::Received(header, message, into, done));
+            completed.push(Completion::Received(header, message, into, busy, done));
         }
         Ok(())
     }

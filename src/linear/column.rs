@@ -125,10 +125,12 @@ impl<T: Float> TensorParallelColumnLinear<T> {
             None
         } else {
             // All ranks' rows: this rank's own while the others travel, then those before and after them.
-            let overlap = shard.schedule(rows, Pass::Forward)?;
-            let gathering = Gathering::start(shard, overlap, rows, shard.in_features, input.buffer())?;
+            let call = shard.call(rows, Pass::Forward)?;
+            let gathering = Gathering::start(shard, &call, rows, shard.in_features, input.buffer())?;
             let product = |rows: Range<usize>, x: &_| multiply(rows.start, x, &mut outputs);
-            Some(gathering.for_each(overlap.into(), product, |_, _| Ok(()))?)
+            let gathered = gathering.for_each(call.overlap.into(), product, |_, _| Ok(()))?;
+            shard.called(&call);
+            Some(gathered)
         };
 
         let keep = gathered.filter(|_| !shard.config.recompute_all_gather);
@@ -175,16 +177,16 @@ impl<T: Float> TensorParallelColumnLinear<T> {
             )?;
         }
         let rows = saved.rows;
-        let overlap = shard.schedule(rows, Pass::Backward)?;
+        let call = shard.call(rows, Pass::Backward)?;
 
         // The input again, for the weights' gradients, under the input gradient's product.
         let gathering = match &saved.gathered {
             _ if shard.is(LinearMode::AllReduce) => Gathering::ready(saved.input.buffer().clone(), rows, 0),
             Some(x) => Gathering::ready(x.clone(), rows, shard.group.rank()),
-            None => Gathering::start(shard, overlap, rows, shard.in_features, saved.input.buffer())?,
+            None => Gathering::start(shard, &call, rows, shard.in_features, saved.input.buffer())?,
         };
         // The input's gradient, whose reduction runs under the weights' gradients.
-        let sum = sum_rows(shard, overlap, rows, shard.in_features, true, |rows, dx, at| {
+        let sum = sum_rows(shard, &call, rows, shard.in_features, true, |rows, dx, at| {
             let products = || layers.iter().zip(grad_outputs).enumerate();
             let part =
                 |layer: &Self, dy: &Tensor<T>| layer.shard.slice(dy.buffer(), rows.clone(), layer.shard.out_features);
@@ -202,7 +204,7 @@ impl<T: Float> TensorParallelColumnLinear<T> {
             shard.group.device().cast((&wide.freeze(), dtype), (dx, T::DTYPE))
         })?;
 
-        let order = if overlap == Overlap::Async { Order::Whole } else { overlap.into() };
+        let order = if call.overlap == Overlap::Async { Order::Whole } else { call.overlap.into() };
         for (layer, dy) in layers.iter().zip(grad_outputs) {
             layer.shard.add_bias_grad(dy.buffer())?;
         }
@@ -213,7 +215,9 @@ impl<T: Float> TensorParallelColumnLinear<T> {
             })
         };
         gathering.for_each(order, |_, _| Ok(()), add_weight_grads)?;
-        Ok(shard.tensor(sum.wait()?, *saved.input.shape(), shard.column_input()))
+        let dx = sum.wait()?;
+        shard.called(&call);
+        Ok(shard.tensor(dx, *saved.input.shape(), shard.column_input()))
     }
 }
 

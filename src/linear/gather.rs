@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Overlap, Shard};
+use super::{Call, Overlap, Shard};
 use crate::Result;
 use crate::comm::{Blocks, Gather};
 use crate::dtype::Float;
@@ -41,18 +41,18 @@ pub(super) struct Gathering {
 }
 
 impl Gathering {
-    /// Starts to gather every rank's `shard`, rows of `features` elements, as `overlap` cuts them. Under `Blocking` it is waited
+    /// Starts to gather every rank's `shard`, rows of `features` elements, as `call` cuts them. Under `Blocking` it is waited
     /// for at once.
     pub(super) fn start<T: Float>(
         layer: &Shard<T>,
-        overlap: Overlap,
+        call: &Call,
         rows: ShardLayout,
         features: usize,
         shard: &Buffer,
     ) -> Result<Self> {
-        let blocks = overlap.cut(layer.blocks(rows, features));
-        let gather = layer.group.start_gather(T::DTYPE, blocks, shard)?;
-        let gather = if overlap == Overlap::Blocking { Gather::Ready(gather.wait()?) } else { gather };
+        let blocks = call.overlap.cut(layer.blocks(rows, features));
+        let gather = layer.group.start_gather(T::DTYPE, blocks, shard)?.metered(&call.meter);
+        let gather = if call.overlap == Overlap::Blocking { Gather::Ready(gather.wait()?) } else { gather };
         let rank = layer.group.rank();
         Ok(Self { gather, blocks, rank, own: rows.own(rank), shard: shard.clone() })
     }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{LinearMode, Overlap, Shard};
+use super::{Call, LinearMode, Overlap, Shard};
 use crate::Result;
 use crate::comm::{Blocks, Reduce, ReduceOp};
 use crate::dtype::Float;
@@ -37,7 +37,7 @@ impl Sum {
 /// - `Pipelined`: block by block, each leaving as soon as it is computed, this rank's own last.
 pub(super) fn sum_rows<T: Float>(
     layer: &Shard<T>,
-    overlap: Overlap,
+    call: &Call,
     rows: ShardLayout,
     features: usize,
     more: bool,
@@ -45,15 +45,16 @@ pub(super) fn sum_rows<T: Float>(
 ) -> Result<Sum> {
     let (group, rank) = (&layer.group, layer.group.rank());
     let scatter = layer.is(LinearMode::ReduceScatter);
-    let start = |blocks: Blocks| {
-        if scatter {
+    let start = |blocks: Blocks| -> Result<Reduce> {
+        let reduce = if scatter {
             group.start_reduce_scatter(T::DTYPE, blocks)
         } else {
             group.start_all_reduce_of(T::DTYPE, ReduceOp::Sum, blocks)
-        }
+        };
+        Ok(reduce?.metered(&call.meter))
     };
-    let blocks = overlap.cut(layer.blocks(rows, features));
-    match overlap {
+    let blocks = call.overlap.cut(layer.blocks(rows, features));
+    match call.overlap {
         Overlap::Pipelined { .. } => {
             let mut reduce = start(blocks)?;
             for piece in blocks.order(rank) {
@@ -91,7 +92,8 @@ pub(super) fn sum_rows<T: Float>(
                 let into = sum.split_to(blocks.total_bytes())?;
                 let mut block = layer.allocate(rows.len(), features)?;
                 compute(rows, &mut block, 0)?;
-                let mut reduce = group.start_all_reduce_into(T::DTYPE, ReduceOp::Sum, blocks, into)?;
+                let reduce = group.start_all_reduce_into(T::DTYPE, ReduceOp::Sum, blocks, into)?;
+                let mut reduce = reduce.metered(&call.meter);
                 reduce.contribute_all(blocks, rank, &block.freeze())?;
                 Ok(reduce)
             };

@@ -91,14 +91,16 @@ impl<T: Float> TensorParallelRowLinear<T> {
         let bias = shard.bias_value().filter(|_| shard.group.rank() == 0);
         let bias = bias.as_ref().map(Tensor::buffer);
 
-        let overlap = shard.schedule(rows, Pass::Forward)?;
-        let sum = sum_rows(shard, overlap, rows, shard.out_features, false, |rows, y, at| {
+        let call = shard.call(rows, Pass::Forward)?;
+        let sum = sum_rows(shard, &call, rows, shard.out_features, false, |rows, y, at| {
             shard.multiply(&shard.slice(x, rows, shard.in_features)?, y, at, bias)
         })?;
 
         let leading = if shard.is(LinearMode::AllReduce) { leading.total() } else { leading.len(shard.group.rank()) };
         let shape = input.shape().with_leading(leading).with_features(shard.out_features);
-        Ok((shard.tensor(sum.wait()?, shape, self.output_placement()), shard.save(input, None, shape, rows)))
+        let y = sum.wait()?;
+        shard.called(&call);
+        Ok((shard.tensor(y, shape, self.output_placement()), shard.save(input, None, shape, rows)))
     }
 
     /// The gradient of the input `[b, …, in_features / n]` ([`Placement::Features`]); the weight's and bias's gradients
@@ -116,16 +118,17 @@ impl<T: Float> TensorParallelRowLinear<T> {
         let mut dx = shard.allocate(rows.total(), shard.in_features)?;
 
         // Both products of this rank's own rows need no communication; the others' follow as they come.
-        let overlap = shard.schedule(rows, Pass::Backward)?;
+        let call = shard.call(rows, Pass::Backward)?;
         let gathering = if shard.is(LinearMode::AllReduce) {
             Gathering::ready(own.clone(), rows, 0)
         } else {
-            Gathering::start(shard, overlap, rows, shard.out_features, own)?
+            Gathering::start(shard, &call, rows, shard.out_features, own)?
         };
         let product = |rows: Range<usize>, dy: &_| shard.multiply_back(dy, &mut dx, rows.start, T::DTYPE, false);
         let add_weight_grad =
             |rows: Range<usize>, dy: &_| shard.add_weight_grad(dy, &shard.slice(x, rows, shard.in_features)?);
-        let dy = gathering.for_each(overlap.into(), product, add_weight_grad)?;
+        let dy = gathering.for_each(call.overlap.into(), product, add_weight_grad)?;
+        shard.called(&call);
 
         shard.add_bias_grad(&dy)?;
         Ok(shard.tensor(dx.freeze(), *saved.input.shape(), Placement::Features))

@@ -3,6 +3,7 @@
 pub(crate) mod cpu;
 
 use std::fmt;
+use std::ops::Range;
 
 use crate::dtype::DType;
 use crate::memory::{Buffer, BufferMut};
@@ -92,6 +93,34 @@ impl Matmul<'_> {
     }
 }
 
+/// One rank's part of a softmax over a sharded vocabulary.
+#[derive(Debug, Clone, Copy)]
+pub struct SoftmaxPart<'a> {
+    /// The dtype of `logits`.
+    pub dtype: DType,
+    /// One row a token, this rank's classes.
+    pub logits: Matrix<'a>,
+    /// How many of them are classes; the rest is padding.
+    pub valid: usize,
+    /// The first one's number.
+    pub first: i64,
+    /// Each token's class, i64.
+    pub targets: &'a Buffer,
+}
+
+/// The options of a cross entropy.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CrossEntropyLoss {
+    /// Classes over all ranks.
+    pub classes: usize,
+    /// The part of a target's weight that all classes share, from 0 to below 1.
+    pub label_smoothing: f64,
+    /// The weight of (log Z)², with Z the sum of the exponentials of the logits.
+    pub z_loss: f64,
+    /// Tokens with this target have loss and gradient 0.
+    pub ignore_index: Option<i64>,
+}
+
 /// Where memory lives and matmuls run. Implemented by the engines of this crate.
 ///
 /// Every operation is *ordered on the device's compute queue*: on the CPU it has happened when the call returns, on
@@ -173,11 +202,114 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Where sizes do not fit, or the device fails.
     fn cast(&self, source: (&Buffer, DType), target: (&mut BufferMut, DType)) -> Result<()>;
 
+    /// The first of `ids` (i64) that is not in `range` and is not `except`: its position and value. Waits for them.
+    ///
+    /// # Errors
+    /// Where the device fails, or cannot do it.
+    fn find_outside(&self, ids: &Buffer, range: Range<i64>, except: Option<i64>) -> Result<Option<(usize, i64)>> {
+        let _ = (ids, range, except);
+        Err(unsupported(self.describe(), "find_outside"))
+    }
+
+    /// Row `i` of `out` becomes row `ids[i] − first` of `table`, or zeros where `table` has no such row.
+    ///
+    /// # Errors
+    /// Where sizes do not fit; where the device fails, or cannot do it.
+    fn gather_rows(
+        &self,
+        dtype: DType,
+        table: Matrix<'_>,
+        ids: &Buffer,
+        first: i64,
+        out: &mut BufferMut,
+    ) -> Result<()> {
+        let _ = (dtype, table, ids, first, out);
+        Err(unsupported(self.describe(), "gather_rows"))
+    }
+
+    /// Row `ids[i] − first` of `out` (of `dtype`'s accumulator) grows by row `i` of `rows`, in the order of `i`, where `out` has
+    /// such a row and `ids[i]` is not `skip`.
+    ///
+    /// # Errors
+    /// Where sizes do not fit; where the device fails, or cannot do it.
+    fn scatter_add_rows(
+        &self,
+        dtype: DType,
+        rows: Matrix<'_>,
+        ids: &Buffer,
+        first: i64,
+        skip: Option<i64>,
+        out: &mut BufferMut,
+    ) -> Result<()> {
+        let _ = (dtype, rows, ids, first, skip, out);
+        Err(unsupported(self.describe(), "scatter_add_rows"))
+    }
+
+    /// The largest of the first `valid` elements of each row of `logits`, into `out` (one a row, of `dtype`'s accumulator);
+    /// −∞ where `valid` is 0.
+    ///
+    /// # Errors
+    /// Where sizes do not fit; where the device fails, or cannot do it.
+    fn row_max(&self, dtype: DType, logits: Matrix<'_>, valid: usize, out: &mut BufferMut) -> Result<()> {
+        let _ = (dtype, logits, valid, out);
+        Err(unsupported(self.describe(), "row_max"))
+    }
+
+    /// Three sums over the first `valid` elements `l` of each row of `logits`, with `m` the row's element of `max`: of
+    /// `exp(l − m)`; the target's `l − m`, if this part holds it; and of `l − m`. They go into `out`, three a row, of `dtype`'s
+    /// accumulator.
+    ///
+    /// # Errors
+    /// Where sizes do not fit; where the device fails, or cannot do it.
+    fn softmax_sums(&self, part: &SoftmaxPart<'_>, max: &Buffer, out: &mut BufferMut) -> Result<()> {
+        let _ = (part, max, out);
+        Err(unsupported(self.describe(), "softmax_sums"))
+    }
+
+    /// The loss of each row, from its max and its sums over the whole vocabulary: see
+    /// [`ShardedCrossEntropy`](crate::ShardedCrossEntropy).
+    ///
+    /// # Errors
+    /// Where sizes do not fit; where the device fails, or cannot do it.
+    fn cross_entropy_loss(
+        &self,
+        dtype: DType,
+        loss: &CrossEntropyLoss,
+        targets: &Buffer,
+        max: &Buffer,
+        sums: &Buffer,
+        out: &mut BufferMut,
+    ) -> Result<()> {
+        let _ = (dtype, loss, targets, max, sums, out);
+        Err(unsupported(self.describe(), "cross_entropy_loss"))
+    }
+
+    /// The gradient of the logits, from that of each row's loss.
+    ///
+    /// # Errors
+    /// Where sizes do not fit; where the device fails, or cannot do it.
+    fn cross_entropy_grad(
+        &self,
+        part: &SoftmaxPart<'_>,
+        loss: &CrossEntropyLoss,
+        max: &Buffer,
+        sums: &Buffer,
+        grad: &Buffer,
+        out: &mut BufferMut,
+    ) -> Result<()> {
+        let _ = (part, loss, max, sums, grad, out);
+        Err(unsupported(self.describe(), "cross_entropy_grad"))
+    }
+
     /// Waits until everything queued on compute is done.
     ///
     /// # Errors
     /// What the device's queue reports.
     fn synchronize(&self) -> Result<()>;
+}
+
+fn unsupported(device: String, what: &str) -> Error {
+    Error::Unsupported { what: what.into(), reason: format!("the device ({device}) has no kernel for it") }
 }
 
 /// Checks that two lengths in bytes agree.

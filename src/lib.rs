@@ -27,8 +27,10 @@
 //! ```
 
 mod comm;
+mod cross_entropy;
 mod device;
 mod dtype;
+mod embedding;
 mod error;
 mod group;
 mod layout;
@@ -49,8 +51,10 @@ pub use comm::nccl::{CtaPolicy, NcclCommunicator, NcclConfig, NcclId, Reduction}
 #[cfg(feature = "cuda")]
 pub use comm::peer::PeerWorld;
 pub use comm::{Blocks, Communicator, DEFAULT_DEADLINE, Operation, ReduceOp};
-pub use device::{Cpu, Device, Matmul, Matrix};
+pub use cross_entropy::{SavedLogits, ShardedCrossEntropy};
+pub use device::{Cpu, CrossEntropyLoss, Device, Matmul, Matrix, SoftmaxPart};
 pub use dtype::{DType, Element, Float};
+pub use embedding::{EmbeddingBuilder, EmbeddingConfig, SavedIds, TensorParallelEmbedding};
 pub use error::{Error, Result};
 pub use group::{Group, Pending};
 pub use layout::{ContiguousChunks, ShardLayout};

@@ -3,7 +3,7 @@
 pub(crate) mod column;
 mod gather;
 pub(crate) mod init;
-mod reduce;
+pub(crate) mod reduce;
 pub(crate) mod row;
 
 use std::marker::PhantomData;
@@ -46,7 +46,7 @@ pub struct LinearConfig {
 }
 
 mod sealed {
-    use super::{Group, LinearConfig, Parameter, Result};
+    use super::{Arc, Group, LinearConfig, Parameter, Result};
     use crate::dtype::Float;
 
     pub trait Sealed {
@@ -55,7 +55,7 @@ mod sealed {
         fn assemble(
             group: &Group,
             config: LinearConfig,
-            weight: Parameter<Self::Element>,
+            weight: Arc<Parameter<Self::Element>>,
             bias: Option<Parameter<Self::Element>>,
         ) -> Result<Self>
         where
@@ -97,6 +97,10 @@ impl<L: LinearLayer> LinearBuilder<L> {
             seed: 0,
         };
         Self { config, _layer: PhantomData }
+    }
+
+    pub(crate) fn into_config(self) -> LinearConfig {
+        self.config
     }
 
     /// Sets which collectives are used.
@@ -228,7 +232,7 @@ impl<L: LinearLayer> LinearBuilder<L> {
                 Ok(Parameter::new("bias", bias))
             })
             .transpose()?;
-        L::assemble(group, self.config, Parameter::new("weight", weight), bias)
+        L::assemble(group, self.config, Arc::new(Parameter::new("weight", weight)), bias)
     }
 }
 
@@ -293,11 +297,11 @@ pub struct Saved<T: Element> {
 
 /// One call of a layer.
 #[derive(Debug)]
-struct Call {
-    overlap: Overlap,
-    pass: Pass,
-    rows: usize,
-    meter: Arc<Meter>,
+pub(crate) struct Call {
+    pub(crate) overlap: Overlap,
+    pub(crate) pass: Pass,
+    pub(crate) rows: usize,
+    pub(crate) meter: Arc<Meter>,
 }
 
 /// One shard of a linear layer: what both layers are made of.
@@ -308,7 +312,7 @@ pub(crate) struct Shard<T: Float> {
     kind: LayerKind,
     group: Group,
     config: LinearConfig,
-    weight: Parameter<T>,
+    weight: Arc<Parameter<T>>,
     bias: Option<Parameter<T>>,
     /// Features of this rank's input and output.
     in_features: usize,
@@ -322,7 +326,7 @@ impl<T: Float> Shard<T> {
         kind: LayerKind,
         group: &Group,
         config: LinearConfig,
-        weight: Parameter<T>,
+        weight: Arc<Parameter<T>>,
         bias: Option<Parameter<T>>,
     ) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);

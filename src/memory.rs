@@ -154,6 +154,18 @@ impl BufferMut {
         Ok(front)
     }
 
+    /// Lets `write` write the bytes `range` alone.
+    pub(crate) fn within<R>(
+        &mut self,
+        range: Range<usize>,
+        write: impl FnOnce(&mut BufferMut) -> Result<R>,
+    ) -> Result<R> {
+        check(&range, self.len)?;
+        // This handle is borrowed meanwhile: nobody else writes.
+        let allocation = Arc::clone(&self.allocation);
+        write(&mut BufferMut { allocation, offset: self.offset + range.start, len: range.len() })
+    }
+
     /// Gives up the right to write.
     pub fn freeze(self) -> Buffer {
         Buffer { allocation: self.allocation, offset: self.offset, len: self.len }

@@ -77,7 +77,6 @@ pub struct Case {
     pub world_size: usize,
     pub dtype: Dtype,
     pub recompute_all_gather: bool,
-    #[allow(dead_code)]
     pub z_loss_coef: f64,
     tensors: HashMap<(usize, String), Values>,
 }

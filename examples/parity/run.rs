@@ -1,8 +1,8 @@
 //! Runs one case through this crate's layers and compares what comes out.
 
 use async_tensor_parallel::{
-    DType, Float, Group, LinearMode, Overlap, Placement, Plan, ProductCost, Tensor, TensorParallelColumnLinear,
-    TensorParallelRowLinear, WireCost,
+    DType, Float, Group, LinearMode, Overlap, Placement, Plan, ProductCost, ShardedCrossEntropy, Tensor,
+    TensorParallelColumnLinear, TensorParallelEmbedding, TensorParallelRowLinear, WireCost,
 };
 use half::{bf16, f16};
 
@@ -49,7 +49,7 @@ pub fn run(case: &Case, overlaps: &[Overlap], engine: Engine) -> Result<Outcome,
 }
 
 fn run_as<T: Float>(case: &Case, overlap: Overlap, engine: Engine) -> Result<Option<Vec<Computed>>, String> {
-    if !matches!(case.layer, Layer::ColumnLinear | Layer::RowLinear) {
+    if case.layer == Layer::Other {
         return Ok(None);
     }
     let world = World::new(engine, case.world_size).map_err(|error| error.to_string())?;
@@ -63,7 +63,11 @@ fn run_as<T: Float>(case: &Case, overlap: Overlap, engine: Engine) -> Result<Opt
         if overlap == Overlap::Auto {
             group.set_plan(plan(group.world_size(), T::DTYPE))?;
         }
-        linear::<T>(group, case, overlap)
+        match case.layer {
+            Layer::Embedding => embedding::<T>(group, case, overlap),
+            Layer::CrossEntropy => cross_entropy::<T>(group, case),
+            _ => linear::<T>(group, case, overlap),
+        }
     };
     world.run(run).map(Some).map_err(|error| error.to_string())
 }
@@ -97,6 +101,52 @@ fn seen<T: Float>(
     tensor: &Tensor<T>,
 ) -> async_tensor_parallel::Result<(&'static str, Vec<usize>, Vec<f64>)> {
     Ok((name, tensor.shape().to_vec(), tensor.to_vec()?.into_iter().map(T::to_f64).collect()))
+}
+
+/// Token ids and classes.
+fn ids(name: &str, values: &Values) -> async_tensor_parallel::Result<Vec<i64>> {
+    let whole = |value: &f64| {
+        let id = *value as i64;
+        if id as f64 == *value {
+            Ok(id)
+        } else {
+            Err(format_error(&Malformed(format!("{name} holds {value}, wanted whole numbers"))))
+        }
+    };
+    values.values.iter().map(whole).collect()
+}
+
+fn embedding<T: Float>(group: &Group, case: &Case, overlap: Overlap) -> async_tensor_parallel::Result<Computed> {
+    let rank = group.rank();
+    let get = |name: &str| case.tensor(rank, name).map_err(|error| format_error(&error));
+    let (input, weight, grad_output) = (get("input")?, get("weight")?, get("grad_output")?);
+    let [rows, dim] = weight.shape[..] else {
+        return Err(format_error(&Malformed(format!("weight has shape {:?}, wanted two dimensions", weight.shape))));
+    };
+    let mode = if case.mode == "all_reduce" { LinearMode::AllReduce } else { LinearMode::ReduceScatter };
+    let outer = if mode == LinearMode::AllReduce { Placement::Replicated } else { Placement::Rows };
+    let layer = TensorParallelEmbedding::<T>::builder(rows * group.world_size(), dim)
+        .mode(mode)
+        .overlap(overlap)
+        .from_shard(group, &elements::<T>(weight))?;
+    let ids = group.tensor(&ids("input", input)?, &input.shape, Placement::Replicated)?;
+    let (output, saved) = layer.forward(&ids)?;
+    layer.backward(saved, &group.tensor(&elements::<T>(grad_output), &grad_output.shape, outer)?)?;
+    Ok(vec![seen("output", &output)?, seen("grad_weight", &layer.weight_grad()?)?])
+}
+
+fn cross_entropy<T: Float>(group: &Group, case: &Case) -> async_tensor_parallel::Result<Computed> {
+    let rank = group.rank();
+    let get = |name: &str| case.tensor(rank, name).map_err(|error| format_error(&error));
+    let (input, target, grad_output) = (get("input")?, get("target")?, get("grad_output")?);
+    let classes = input.shape.last().copied().unwrap_or_default() * group.world_size();
+    let loss = ShardedCrossEntropy::new(classes).z_loss(case.z_loss_coef);
+    let logits = group.tensor(&elements::<T>(input), &input.shape, Placement::Features)?;
+    let targets = group.tensor(&ids("target", target)?, &target.shape, Placement::Replicated)?;
+    let (output, saved) = loss.forward(group, &logits, &targets)?;
+    let grad = group.tensor(&elements::<T::Accumulator>(grad_output), &grad_output.shape, Placement::Replicated)?;
+    let grad_input = loss.backward(group, saved, &grad)?;
+    Ok(vec![seen("output", &output)?, seen("grad_input", &grad_input)?])
 }
 
 fn linear<T: Float>(group: &Group, case: &Case, overlap: Overlap) -> async_tensor_parallel::Result<Computed> {

@@ -3,14 +3,16 @@
 pub(crate) mod kernels;
 pub(crate) mod matmul;
 pub(crate) mod memory;
+pub(crate) mod tokens;
 
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use kernels::{Accumulate, Convert, for_float};
 use memory::{HostMemory, bytes, bytes_mut, elements, elements_mut};
 
-use crate::device::{Device, Matmul, same_length};
-use crate::dtype::DType;
+use crate::device::{CrossEntropyLoss, Device, Matmul, Matrix, SoftmaxPart, same_length};
+use crate::dtype::{DType, Element, Float};
 use crate::memory::{Buffer, BufferMut, Pool};
 use crate::timeline::{Lane, Recorder};
 use crate::{Error, Result};
@@ -148,9 +150,161 @@ impl Device for Cpu {
         for_float!(source.1, outer(source.0, target.0, target.1))
     }
 
+    fn find_outside(&self, ids: &Buffer, range: Range<i64>, except: Option<i64>) -> Result<Option<(usize, i64)>> {
+        let ids = elements::<i64>(ids)?;
+        let outside = |(_, id): &(usize, &i64)| !range.contains(*id) && Some(**id) != except;
+        Ok(ids.iter().enumerate().find(outside).map(|(position, id)| (position, *id)))
+    }
+
+    fn gather_rows(
+        &self,
+        dtype: DType,
+        table: Matrix<'_>,
+        ids: &Buffer,
+        first: i64,
+        out: &mut BufferMut,
+    ) -> Result<()> {
+        fn run<T: Convert>(table: Matrix<'_>, ids: &[i64], first: i64, out: &mut BufferMut) -> Result<()> {
+            let (width, out) = (table.columns, elements_mut::<T>(out)?);
+            same_length("gathered rows (elements)", out.len(), ids.len() * width)?;
+            tokens::gather_rows(matrix::<T>(table)?, width, ids, first, out);
+            Ok(())
+        }
+        let _span = self.recorder.span(Lane::Compute, "gather rows");
+        for_float!(dtype, run(table, elements(ids)?, first, out))
+    }
+
+    fn scatter_add_rows(
+        &self,
+        dtype: DType,
+        rows: Matrix<'_>,
+        ids: &Buffer,
+        first: i64,
+        skip: Option<i64>,
+        out: &mut BufferMut,
+    ) -> Result<()> {
+        fn run<T>(rows: Matrix<'_>, ids: &[i64], first: i64, skip: Option<i64>, out: &mut BufferMut) -> Result<()>
+        where
+            T: Convert<Accumulator: Accumulate>,
+        {
+            same_length("ids", ids.len(), rows.rows)?;
+            let out = whole_rows::<T::Accumulator>(out, rows.columns * T::Accumulator::DTYPE.size())?;
+            tokens::scatter_add_rows(matrix::<T>(rows)?, rows.columns, ids, first, skip, out);
+            Ok(())
+        }
+        let _span = self.recorder.span(Lane::Compute, "scatter rows");
+        for_float!(dtype, run(rows, elements(ids)?, first, skip, out))
+    }
+
+    fn row_max(&self, dtype: DType, logits: Matrix<'_>, valid: usize, out: &mut BufferMut) -> Result<()> {
+        fn run<T: Convert>(logits: Matrix<'_>, valid: usize, out: &mut BufferMut) -> Result<()> {
+            let out = elements_mut::<T::Accumulator>(out)?;
+            same_length("row_max (rows)", out.len(), logits.rows)?;
+            tokens::row_max(matrix::<T>(logits)?, logits.columns, valid.min(logits.columns), out);
+            Ok(())
+        }
+        let _span = self.recorder.span(Lane::Compute, "row max");
+        for_float!(dtype, run(logits, valid, out))
+    }
+
+    fn softmax_sums(&self, part: &SoftmaxPart<'_>, max: &Buffer, out: &mut BufferMut) -> Result<()> {
+        fn run<T>(part: &SoftmaxPart<'_>, max: &Buffer, out: &mut BufferMut) -> Result<()>
+        where
+            T: Convert<Accumulator: tokens::Real>,
+        {
+            let (rows, width, valid) = softmax_sizes(part)?;
+            let (targets, max) = (elements(part.targets)?, elements::<T::Accumulator>(max)?);
+            let out = elements_mut::<T::Accumulator>(out)?;
+            same_length("max (rows)", max.len(), rows)?;
+            same_length("softmax_sums (elements)", out.len(), 3 * rows)?;
+            tokens::softmax_sums(matrix::<T>(part.logits)?, width, valid, part.first, targets, max, out);
+            Ok(())
+        }
+        let _span = self.recorder.span(Lane::Compute, "softmax sums");
+        for_float!(part.dtype, run(part, max, out))
+    }
+
+    fn cross_entropy_loss(
+        &self,
+        dtype: DType,
+        loss: &CrossEntropyLoss,
+        targets: &Buffer,
+        max: &Buffer,
+        sums: &Buffer,
+        out: &mut BufferMut,
+    ) -> Result<()> {
+        fn run<T: Float>(
+            loss: &CrossEntropyLoss,
+            targets: &[i64],
+            max: &Buffer,
+            sums: &Buffer,
+            out: &mut BufferMut,
+        ) -> Result<()> {
+            let (max, sums) = (elements::<T::Accumulator>(max)?, elements::<T::Accumulator>(sums)?);
+            let out = elements_mut::<T::Accumulator>(out)?;
+            for (got, wanted) in [(max.len(), out.len()), (sums.len(), 3 * out.len()), (targets.len(), out.len())] {
+                same_length("cross entropy (elements)", got, wanted)?;
+            }
+            tokens::loss(loss, targets, max, sums, out);
+            Ok(())
+        }
+        for_float!(dtype, run(loss, elements(targets)?, max, sums, out))
+    }
+
+    fn cross_entropy_grad(
+        &self,
+        part: &SoftmaxPart<'_>,
+        loss: &CrossEntropyLoss,
+        max: &Buffer,
+        sums: &Buffer,
+        grad: &Buffer,
+        out: &mut BufferMut,
+    ) -> Result<()> {
+        fn run<T>(
+            part: &SoftmaxPart<'_>,
+            loss: &CrossEntropyLoss,
+            [max, sums, grad]: [&Buffer; 3],
+            out: &mut BufferMut,
+        ) -> Result<()>
+        where
+            T: Convert<Accumulator: tokens::Real>,
+        {
+            let (rows, width, valid) = softmax_sizes(part)?;
+            let (targets, out) = (elements(part.targets)?, elements_mut::<T>(out)?);
+            let (max, sums) = (elements::<T::Accumulator>(max)?, elements::<T::Accumulator>(sums)?);
+            let grad = elements::<T::Accumulator>(grad)?;
+            let sizes = [(max.len(), rows), (sums.len(), 3 * rows), (grad.len(), rows), (out.len(), rows * width)];
+            for (got, wanted) in sizes {
+                same_length("cross entropy gradient (elements)", got, wanted)?;
+            }
+            let logits = matrix::<T>(part.logits)?;
+            tokens::gradient(loss, logits, width, valid, part.first, targets, max, sums, grad, out);
+            Ok(())
+        }
+        let _span = self.recorder.span(Lane::Compute, "softmax gradient");
+        for_float!(part.dtype, run(part, loss, [max, sums, grad], out))
+    }
+
     fn synchronize(&self) -> Result<()> {
         Ok(())
     }
+}
+
+/// The elements of a matrix that is not transposed.
+fn matrix<T: bytemuck::Pod>(matrix: Matrix<'_>) -> Result<&[T]> {
+    let elements = elements::<T>(matrix.buffer)?;
+    same_length("matrix (elements)", elements.len(), matrix.rows * matrix.columns)?;
+    if matrix.transposed {
+        return Err(Error::Argument { what: "matrix", got: "a transpose".into(), wanted: "rows as they stand".into() });
+    }
+    Ok(elements)
+}
+
+/// Rows, columns, and those that are classes.
+fn softmax_sizes(part: &SoftmaxPart<'_>) -> Result<(usize, usize, usize)> {
+    let (rows, width) = (part.logits.rows, part.logits.columns);
+    same_length("targets (elements)", elements::<i64>(part.targets)?.len(), rows)?;
+    Ok((rows, width, part.valid.min(width)))
 }
 
 /// The elements of `rows`, which must be whole rows of `width` bytes.

@@ -2,11 +2,13 @@
 
 use std::borrow::Borrow;
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::gather::{Gathering, Order};
 use super::reduce::sum_rows;
 use super::{LinearBuilder, LinearConfig, LinearMode, Overlap, Saved, Shard, Sharded, common_methods, sealed};
 use crate::dtype::{Element, Float};
+use crate::embedding::TensorParallelEmbedding;
 use crate::group::Group;
 use crate::layout::ShardLayout;
 use crate::memory::BufferMut;
@@ -57,6 +59,20 @@ impl<T: Float> TensorParallelColumnLinear<T> {
     /// A layer from `in_features` to `out_features`, both of the whole.
     pub fn builder(in_features: usize, out_features: usize) -> LinearBuilder<Self> {
         LinearBuilder::new(in_features, out_features)
+    }
+
+    /// A layer whose weight is an embedding's table: the output head of a model with tied embeddings (nanotron's
+    /// `TiedLinear`). Both see the same values, and both add to the same gradient.
+    ///
+    /// It maps `embedding_dim` features to the table's rows, padding included, in the embedding's mode, without bias.
+    ///
+    /// # Errors
+    /// As [`LinearBuilder::build`].
+    pub fn tied(embedding: &TensorParallelEmbedding<T>, overlap: Overlap) -> Result<Self> {
+        let (group, weight) = (embedding.group(), Arc::clone(embedding.shared_weight()));
+        let [rows, dim] = weight.value().shape()[..] else { return Err(no_layers()) };
+        let builder = Self::builder(dim, rows * group.world_size()).mode(embedding.config().mode).overlap(overlap);
+        Ok(Self { shard: Shard::new(LayerKind::Column, group, builder.into_config(), weight, None) })
     }
 
     common_methods!();
@@ -186,23 +202,25 @@ impl<T: Float> TensorParallelColumnLinear<T> {
             None => Gathering::start(shard, &call, rows, shard.in_features, saved.input.buffer())?,
         };
         // The input's gradient, whose reduction runs under the weights' gradients.
-        let sum = sum_rows(shard, &call, rows, shard.in_features, true, |rows, dx, at| {
-            let products = || layers.iter().zip(grad_outputs).enumerate();
-            let part =
-                |layer: &Self, dy: &Tensor<T>| layer.shard.slice(dy.buffer(), rows.clone(), layer.shard.out_features);
-            if N == 1 || T::DTYPE == T::Accumulator::DTYPE {
-                return products().try_for_each(|(index, (layer, dy))| {
-                    layer.shard.multiply_back(&part(layer, dy)?, dx, at, T::DTYPE, index > 0)
-                });
-            }
-            // Several products of 16-bit elements are added up in f32 and rounded once.
-            let dtype = T::Accumulator::DTYPE;
-            let mut wide = shard.group.device().allocate(rows.len() * shard.in_features * dtype.size())?;
-            products().try_for_each(|(index, (layer, dy))| {
-                layer.shard.multiply_back(&part(layer, dy)?, &mut wide, 0, dtype, index > 0)
+        let sum =
+            sum_rows::<T>(&shard.group, shard.config.mode, &call, rows, shard.in_features, true, |rows, dx, at| {
+                let products = || layers.iter().zip(grad_outputs).enumerate();
+                let part = |layer: &Self, dy: &Tensor<T>| {
+                    layer.shard.slice(dy.buffer(), rows.clone(), layer.shard.out_features)
+                };
+                if N == 1 || T::DTYPE == T::Accumulator::DTYPE {
+                    return products().try_for_each(|(index, (layer, dy))| {
+                        layer.shard.multiply_back(&part(layer, dy)?, dx, at, T::DTYPE, index > 0)
+                    });
+                }
+                // Several products of 16-bit elements are added up in f32 and rounded once.
+                let dtype = T::Accumulator::DTYPE;
+                let mut wide = shard.group.device().allocate(rows.len() * shard.in_features * dtype.size())?;
+                products().try_for_each(|(index, (layer, dy))| {
+                    layer.shard.multiply_back(&part(layer, dy)?, &mut wide, 0, dtype, index > 0)
+                })?;
+                shard.group.device().cast((&wide.freeze(), dtype), (dx, T::DTYPE))
             })?;
-            shard.group.device().cast((&wide.freeze(), dtype), (dx, T::DTYPE))
-        })?;
 
         let order = if call.overlap == Overlap::Async { Order::Whole } else { call.overlap.into() };
         for (layer, dy) in layers.iter().zip(grad_outputs) {
@@ -277,7 +295,12 @@ impl<T: Float> sealed::Sealed for TensorParallelColumnLinear<T> {
     type Element = T;
     const SHARDED: Sharded = Sharded::Out;
 
-    fn assemble(group: &Group, config: LinearConfig, weight: Parameter<T>, bias: Option<Parameter<T>>) -> Result<Self> {
+    fn assemble(
+        group: &Group,
+        config: LinearConfig,
+        weight: Arc<Parameter<T>>,
+        bias: Option<Parameter<T>>,
+    ) -> Result<Self> {
         Ok(Self { shard: Shard::new(LayerKind::Column, group, config, weight, bias) })
     }
 }

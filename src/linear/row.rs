@@ -2,6 +2,7 @@
 
 use std::borrow::Borrow;
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::gather::Gathering;
 use super::reduce::sum_rows;
@@ -92,9 +93,10 @@ impl<T: Float> TensorParallelRowLinear<T> {
         let bias = bias.as_ref().map(Tensor::buffer);
 
         let call = shard.call(rows, Pass::Forward)?;
-        let sum = sum_rows(shard, &call, rows, shard.out_features, false, |rows, y, at| {
-            shard.multiply(&shard.slice(x, rows, shard.in_features)?, y, at, bias)
-        })?;
+        let sum =
+            sum_rows::<T>(&shard.group, shard.config.mode, &call, rows, shard.out_features, false, |rows, y, at| {
+                shard.multiply(&shard.slice(x, rows, shard.in_features)?, y, at, bias)
+            })?;
 
         let leading = if shard.is(LinearMode::AllReduce) { leading.total() } else { leading.len(shard.group.rank()) };
         let shape = input.shape().with_leading(leading).with_features(shard.out_features);
@@ -146,7 +148,12 @@ impl<T: Float> sealed::Sealed for TensorParallelRowLinear<T> {
     type Element = T;
     const SHARDED: Sharded = Sharded::In;
 
-    fn assemble(group: &Group, config: LinearConfig, weight: Parameter<T>, bias: Option<Parameter<T>>) -> Result<Self> {
+    fn assemble(
+        group: &Group,
+        config: LinearConfig,
+        weight: Arc<Parameter<T>>,
+        bias: Option<Parameter<T>>,
+    ) -> Result<Self> {
         Ok(Self { shard: Shard::new(LayerKind::Row, group, config, weight, bias) })
     }
 }

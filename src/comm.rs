@@ -6,6 +6,8 @@
 
 pub(crate) mod host;
 pub(crate) mod local;
+#[cfg(feature = "mpi")]
+pub(crate) mod mpi;
 #[cfg(feature = "cuda")]
 pub(crate) mod nccl;
 #[cfg(feature = "cuda")]

@@ -44,6 +44,8 @@ mod tensor;
 pub mod timeline;
 
 pub use comm::local::{Link, LocalWorld};
+#[cfg(feature = "mpi")]
+pub use comm::mpi::MpiWorld;
 #[cfg(feature = "cuda")]
 pub use comm::nccl::world::NcclWorld;
 #[cfg(feature = "cuda")]

@@ -40,7 +40,7 @@ pub enum Overlap {
     },
     /// Whichever of these is predicted to be fastest, for each direction and number of rows: see [`Plan`](crate::Plan). The
     /// first call measures the group, which takes a second or two, unless it has been given a plan
-    /// ([`Group::set_plan`]).
+    /// ([`Group::set_plan`](crate::Group::set_plan)).
     Auto,
 }
 

@@ -33,6 +33,7 @@ mod dtype;
 mod embedding;
 mod error;
 mod group;
+pub mod launch;
 mod layout;
 mod linear;
 mod memory;

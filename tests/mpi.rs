@@ -96,6 +96,9 @@ fn driver() {
             println!("{case} on {ranks} ranks: ok in {:.1} s", ended.elapsed.as_secs_f64());
         }
     }
+    let ended = mpirun(4, "training");
+    assert!(ended.success && ended.text.matches("passed").count() == 4, "training: {}", ended.text);
+    println!("training on 2 × 2 ranks: ok in {:.1} s", ended.elapsed.as_secs_f64());
     // Every survivor says which rank was at fault, and in time: the deadline is 2 s.
     for case in ["returns", "fails", "panics", "killed", "stopped", "mismatch", "size"] {
         let ended = mpirun(4, case);
@@ -104,18 +107,19 @@ fn driver() {
         assert!(ended.elapsed < Duration::from_secs(20), "{case}: {:?}", ended.elapsed);
         println!("{case}: ok in {:.1} s", ended.elapsed.as_secs_f64());
     }
-    println!("test result: ok. 15 passed");
+    println!("test result: ok. 16 passed");
 }
 
 fn worker(case: &str) {
     let world = MpiWorld::init()
         .unwrap()
         .with_threads(1)
-        .with_deadline(Duration::from_secs(if case == "exact" || case == "collectives" { 50 } else { 2 }));
+        .with_deadline(Duration::from_secs(if matches!(case, "exact" | "collectives" | "training") { 50 } else { 2 }));
     let world = world.with_check(case == "mismatch");
     let outcome = match case {
         "exact" => world.run(exact),
         "collectives" => world.run(collectives),
+        "training" => world.run(training),
         _ => world.run(|group| fault(group, case)),
     };
     match outcome {
@@ -231,6 +235,19 @@ fn collectives(group: &Group) -> Result<()> {
     drop(half);
     group.barrier()?;
     assert_eq!(group.tensor(&[1f32], &[1], Placement::Rows)?.dtype(), DType::F32);
+    Ok(())
+}
+
+/// Two copies of two ranks each lose what one rank does, step by step.
+fn training(group: &Group) -> Result<()> {
+    let want = common::training::losses_of_one_rank(20)?;
+    for mode in MODES {
+        for overlap in [Overlap::Async, Overlap::Pipelined { chunks: 2 }] {
+            let got = common::training::losses(group, 2, 2, mode, overlap, 20)?;
+            let close = |(got, want): (&f64, &f64)| (got - want).abs() <= 1e-5 * want.max(1.0);
+            assert!(got.iter().zip(&want).all(close), "{mode:?} {overlap}: {got:?}, wanted {want:?}");
+        }
+    }
     Ok(())
 }
 

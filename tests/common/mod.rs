@@ -5,6 +5,8 @@
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
+pub mod training;
+
 use async_tensor_parallel::{
     DType, Float, Group, LinearBuilder, LinearLayer, LinearMode, LocalWorld, Overlap, Placement, Plan, ProductCost,
     Result, Tensor, TensorParallelColumnLinear, TensorParallelRowLinear, WireCost,

@@ -1,18 +1,20 @@
-//! Where the ranks of an example run: threads on the CPU, or CUDA devices with either communicator.
+//! Where the ranks of an example run: threads on the CPU, processes of an MPI job, or CUDA devices with either communicator.
 
 #![allow(dead_code, unreachable_pub)]
 
-#[cfg(not(feature = "cuda"))]
+#[cfg(any(not(feature = "cuda"), not(feature = "mpi")))]
 use async_tensor_parallel::Error;
+#[cfg(feature = "mpi")]
+use async_tensor_parallel::MpiWorld;
 use async_tensor_parallel::timeline::Recorder;
-use async_tensor_parallel::{Group, LocalWorld, Result};
+use async_tensor_parallel::{Group, LocalWorld, Result, launch};
 #[cfg(feature = "cuda")]
 use async_tensor_parallel::{NcclWorld, PeerWorld};
 
 /// What the flags mean, for an example's help.
 pub const HELP: &str = "\
   --backend B            cpu, or cuda (of a build with the feature `cuda`) [cpu]
-  --communicator C       local with cpu; nccl or peer with cuda [local; nccl]
+  --communicator C       local or mpi with cpu; nccl or peer with cuda [mpi under an MPI launcher, or else local; nccl]
 ";
 
 /// What the ranks compute on and communicate by.
@@ -20,6 +22,7 @@ pub const HELP: &str = "\
 pub enum Engine {
     #[default]
     Local,
+    Mpi,
     Nccl,
     Peer,
 }
@@ -46,11 +49,13 @@ impl Flags {
     /// The engine that they name together.
     pub fn engine(&self) -> std::result::Result<Engine, String> {
         match (self.backend.as_deref(), self.communicator.as_deref()) {
+            (None | Some("cpu"), None) if launched() => Ok(Engine::Mpi),
+            (None | Some("cpu"), Some("mpi")) => Ok(Engine::Mpi),
             (None | Some("cpu"), None | Some("local")) => Ok(Engine::Local),
             (None | Some("cuda"), Some("nccl")) | (Some("cuda"), None) => Ok(Engine::Nccl),
             (None | Some("cuda"), Some("peer")) => Ok(Engine::Peer),
             (backend, communicator) => Err(format!(
-                "--backend is {}, --communicator is {}; wanted cpu with local, or cuda with nccl or peer",
+                "--backend is {}, --communicator is {}; wanted cpu with local or mpi, or cuda with nccl or peer",
                 backend.unwrap_or("not given"),
                 communicator.unwrap_or("not given")
             )),
@@ -58,10 +63,38 @@ impl Flags {
     }
 }
 
-/// Ranks as threads of this process, on any engine.
+/// Whether a launcher started this process as one of several, and this build can talk to the others.
+pub fn launched() -> bool {
+    cfg!(feature = "mpi") && launch::Job::from_env().is_ok_and(|job| job.is_some())
+}
+
+/// MPI runs once in a process: the world that all of the example's parts use.
+#[cfg(feature = "mpi")]
+static MPI: std::sync::Mutex<Option<std::sync::Arc<MpiWorld>>> = std::sync::Mutex::new(None);
+
+#[cfg(feature = "mpi")]
+fn mpi() -> Result<std::sync::Arc<MpiWorld>> {
+    let mut world = MPI.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    if let Some(world) = &*world {
+        return Ok(std::sync::Arc::clone(world));
+    }
+    let started = std::sync::Arc::new(MpiWorld::init()?);
+    *world = Some(std::sync::Arc::clone(&started));
+    Ok(started)
+}
+
+/// Ends what has to be ended before the process exits.
+pub fn finish() {
+    #[cfg(feature = "mpi")]
+    MPI.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+}
+
+/// The ranks, on any engine: threads of this process, or of a job of which this process is one.
 #[derive(Debug, Clone)]
 pub enum World {
     Local(LocalWorld),
+    #[cfg(feature = "mpi")]
+    Mpi(std::sync::Arc<MpiWorld>),
     #[cfg(feature = "cuda")]
     Nccl(NcclWorld),
     #[cfg(feature = "cuda")]
@@ -72,6 +105,13 @@ impl World {
     pub fn new(engine: Engine, ranks: usize) -> Result<Self> {
         match engine {
             Engine::Local => Ok(World::Local(LocalWorld::new(ranks)?)),
+            #[cfg(feature = "mpi")]
+            Engine::Mpi => mpi().map(World::Mpi),
+            #[cfg(not(feature = "mpi"))]
+            Engine::Mpi => Err(Error::Unsupported {
+                what: "--communicator mpi".into(),
+                reason: "this was built without the feature `mpi`".into(),
+            }),
             #[cfg(feature = "cuda")]
             Engine::Nccl => Ok(World::Nccl(NcclWorld::new(ranks)?)),
             #[cfg(feature = "cuda")]
@@ -87,6 +127,8 @@ impl World {
     pub fn run<R: Send>(&self, f: impl Fn(&Group) -> Result<R> + Sync) -> Result<Vec<R>> {
         match self {
             World::Local(world) => world.run(f),
+            #[cfg(feature = "mpi")]
+            World::Mpi(world) => Ok(vec![world.run(f)?]),
             #[cfg(feature = "cuda")]
             World::Nccl(world) => world.run(f),
             #[cfg(feature = "cuda")]
@@ -97,10 +139,30 @@ impl World {
     pub fn recorder(&self) -> &Recorder {
         match self {
             World::Local(world) => world.recorder(),
+            #[cfg(feature = "mpi")]
+            World::Mpi(world) => world.recorder(),
             #[cfg(feature = "cuda")]
             World::Nccl(world) => world.recorder(),
             #[cfg(feature = "cuda")]
             World::Peer(world) => world.recorder(),
+        }
+    }
+
+    /// Whether this process speaks for all.
+    pub fn is_first(&self) -> bool {
+        match self {
+            #[cfg(feature = "mpi")]
+            World::Mpi(world) => world.rank() == 0,
+            _ => true,
+        }
+    }
+
+    /// The number of ranks, where a launcher has decided it.
+    pub fn launched_ranks(&self) -> Option<usize> {
+        match self {
+            #[cfg(feature = "mpi")]
+            World::Mpi(world) => Some(world.world_size()),
+            _ => None,
         }
     }
 
@@ -115,6 +177,8 @@ impl World {
                 ),
                 None => "no link: messages are copies".into(),
             },
+            #[cfg(feature = "mpi")]
+            World::Mpi(_) => "processes over MPI".into(),
             #[cfg(feature = "cuda")]
             World::Nccl(_) => "CUDA devices, NCCL".into(),
             #[cfg(feature = "cuda")]

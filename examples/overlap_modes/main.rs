@@ -44,6 +44,7 @@ fn main() -> ExitCode {
         DType::F16 => compare::<f16>(&options, 8e-3),
         _ => compare::<f32>(&options, 1e-4),
     };
+    world::finish();
     match outcome {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
@@ -87,6 +88,9 @@ impl Timing {
 
 fn compare<T: Float>(options: &Options, tolerance: f64) -> Result<bool> {
     let &Options { ranks, rows, in_features, out_features, .. } = options;
+    if options.engine == Engine::Mpi && !World::new(Engine::Mpi, ranks)?.is_first() {
+        QUIET.store(true, std::sync::atomic::Ordering::Relaxed);
+    }
     let column = Problem { kind: Kind::Column, rows, in_features, out_features };
     let row = Problem { kind: Kind::Row, rows, in_features: out_features, out_features: in_features };
     note("computing the dense float64 results");
@@ -105,10 +109,14 @@ fn compare<T: Float>(options: &Options, tolerance: f64) -> Result<bool> {
     let table = results.swap_remove(0);
     let recorded = record(&world, &problems)?;
 
+    let ranks = world.launched_ranks().unwrap_or(ranks);
+    if !world.is_first() {
+        return Ok(table.iter().all(|row| row.max_error <= tolerance));
+    }
     if options.json {
         table.iter().for_each(|row| println!("{}", json(row, ranks)));
     } else {
-        print_table(&table, options, &world);
+        print_table(&table, &Options { ranks, ..options.clone() }, &world);
     }
     write_timelines(options, &recorded)?;
     let worst = table.iter().fold(0f64, |worst, row| worst.max(row.max_error));
@@ -361,12 +369,25 @@ fn median_parts(parts: &[Parts]) -> Parts {
     }
 }
 
+/// Set in the processes that do not speak for all.
+static QUIET: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+
+fn quiet() -> bool {
+    QUIET.load(std::sync::atomic::Ordering::Relaxed)
+}
+
 /// A line on standard error, in the progress line's place.
 fn note(text: &str) {
+    if quiet() {
+        return;
+    }
     eprintln!("\r{text:<78}");
 }
 
 fn progress(text: &str) {
+    if quiet() {
+        return;
+    }
     eprint!("\r{text:<78}");
     let _ = std::io::stderr().flush();
 }

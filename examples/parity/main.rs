@@ -35,34 +35,55 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
+    // Of the processes of a job, one speaks.
+    let (ranks, speaks) = match run::job(engine) {
+        Ok(job) => job,
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let say = |text: String| {
+        if speaks {
+            println!("{text}");
+        }
+    };
     let (mut passed, mut failed, mut skipped) = (0, 0, Vec::new());
     for file in &files {
         let name = file.file_stem().unwrap_or_default().to_string_lossy();
-        let outcome =
-            Case::read(file).map_err(|error| error.to_string()).and_then(|case| run::run(&case, &overlaps, engine));
+        let case = Case::read(file);
+        if let (Ok(case), Some(ranks)) = (&case, ranks)
+            && case.world_size != ranks
+        {
+            say(format!("{name}: skipped, it is for {} ranks", case.world_size));
+            skipped.push(name.to_string());
+            continue;
+        }
+        let outcome = case.map_err(|error| error.to_string()).and_then(|case| run::run(&case, &overlaps, engine));
         match outcome {
             Ok(run::Outcome::Compared { worst, passes: true, .. }) => {
-                println!("{name}: ok, largest relative error {worst:.1e}");
+                say(format!("{name}: ok, largest relative error {worst:.1e}"));
                 passed += 1;
             }
             Ok(run::Outcome::Compared { worst, which, .. }) => {
-                println!("{name}: FAILED, relative error {worst:.1e} in {which}");
+                say(format!("{name}: FAILED, relative error {worst:.1e} in {which}"));
                 failed += 1;
             }
             Ok(run::Outcome::Unknown) => {
-                println!("{name}: skipped, its layer is not known here");
+                say(format!("{name}: skipped, its layer is not known here"));
                 skipped.push(name.to_string());
             }
             Err(error) => {
-                println!("{name}: FAILED, {error}");
+                say(format!("{name}: FAILED, {error}"));
                 failed += 1;
             }
         }
     }
     if !skipped.is_empty() {
-        println!("{} skipped: {}", skipped.len(), skipped.join(", "));
+        say(format!("{} skipped: {}", skipped.len(), skipped.join(", ")));
     }
-    println!("{passed} passed, {failed} failed");
+    say(format!("{passed} passed, {failed} failed"));
+    world::finish();
     if failed > 0 || passed + skipped.len() == 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 

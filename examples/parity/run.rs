@@ -31,7 +31,8 @@ pub fn run(case: &Case, overlaps: &[Overlap], engine: Engine) -> Result<Outcome,
             Dtype::BF16 => run_as::<bf16>(case, *overlap, engine)?,
         };
         let Some(ranks) = ranks else { return Ok(Outcome::Unknown) };
-        for (rank, computed) in ranks.iter().enumerate() {
+        for (rank, computed) in &ranks {
+            let rank = *rank;
             for (name, shape, got) in computed {
                 let want = case.tensor(rank, name).map_err(|error| error.to_string())?;
                 let (error, passes) = compare(got, &want.values, case.dtype);
@@ -48,14 +49,23 @@ pub fn run(case: &Case, overlaps: &[Overlap], engine: Engine) -> Result<Outcome,
     Ok(outcome)
 }
 
-fn run_as<T: Float>(case: &Case, overlap: Overlap, engine: Engine) -> Result<Option<Vec<Computed>>, String> {
+/// The number of ranks, where a launcher has decided it, and whether this process speaks for all.
+pub fn job(engine: Engine) -> Result<(Option<usize>, bool), String> {
+    if engine != Engine::Mpi {
+        return Ok((None, true));
+    }
+    let world = World::new(engine, 1).map_err(|error| error.to_string())?;
+    Ok((world.launched_ranks(), world.is_first()))
+}
+
+fn run_as<T: Float>(case: &Case, overlap: Overlap, engine: Engine) -> Result<Option<Vec<(usize, Computed)>>, String> {
     if case.layer == Layer::Other {
         return Ok(None);
     }
     let world = World::new(engine, case.world_size).map_err(|error| error.to_string())?;
     let world = match world {
         World::Local(world) => World::Local(world.with_threads(1)),
-        #[cfg(feature = "cuda")]
+        #[cfg(any(feature = "cuda", feature = "mpi"))]
         world => world,
     };
     let run = |group: &Group| {
@@ -63,11 +73,12 @@ fn run_as<T: Float>(case: &Case, overlap: Overlap, engine: Engine) -> Result<Opt
         if overlap == Overlap::Auto {
             group.set_plan(plan(group.world_size(), T::DTYPE))?;
         }
-        match case.layer {
-            Layer::Embedding => embedding::<T>(group, case, overlap),
-            Layer::CrossEntropy => cross_entropy::<T>(group, case),
-            _ => linear::<T>(group, case, overlap),
-        }
+        let computed = match case.layer {
+            Layer::Embedding => embedding::<T>(group, case, overlap)?,
+            Layer::CrossEntropy => cross_entropy::<T>(group, case)?,
+            _ => linear::<T>(group, case, overlap)?,
+        };
+        Ok((group.rank(), computed))
     };
     world.run(run).map(Some).map_err(|error| error.to_string())
 }

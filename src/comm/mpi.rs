@@ -98,7 +98,7 @@ impl MpiWorld {
         &self.recorder
     }
 
-    /// Runs `f` as this rank.
+    /// Runs `f` as this rank; all ranks call it together.
     ///
     /// When it returns an error or panics, the other ranks' waits end in [`Error::PeerLost`]. MPI is ended when the world is
     /// dropped after a run that went well on this rank; after one that did not, the process should exit: MPI offers no way
@@ -109,7 +109,9 @@ impl MpiWorld {
     pub fn run<R>(&self, f: impl FnOnce(&Group) -> Result<R>) -> Result<R> {
         let device: Arc<dyn Device> = Arc::new(Cpu::with_recorder(self.threads, self.recorder.clone()));
         let settings = Settings { deadline: self.deadline, check: self.check, recorder: self.recorder.clone() };
-        let (communicator, shared) = join(Arc::clone(&self.comm), &device, &settings)?;
+        // Of its own, so that what one run leaves behind does not reach the next.
+        let comm = Arc::new(self.comm.duplicate()?);
+        let (communicator, shared) = join(comm, &device, &settings)?;
         let group = Group::new(communicator, device, self.recorder.clone());
         let outcome = catch_unwind(AssertUnwindSafe(|| f(&group))).unwrap_or_else(|payload| {
             let text = payload.downcast_ref::<&str>().map(ToString::to_string);

@@ -133,6 +133,16 @@ impl Comm {
         Ok(Self { raw, rank: rank as usize, size: size as usize, tags: Tags { bits } })
     }
 
+    /// The same ranks, with messages of their own.
+    pub(super) fn duplicate(&self) -> Result<Comm> {
+        let mut raw = ffi_null();
+        // SAFETY: all ranks call it together.
+        unsafe {
+            check("MPI_Comm_dup", ffi::MPI_Comm_dup(self.raw, &mut raw))?;
+            Comm::of(raw)
+        }
+    }
+
     pub(super) fn rank(&self) -> usize {
         self.rank
     }

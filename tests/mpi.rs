@@ -107,7 +107,15 @@ fn driver() {
         assert!(ended.elapsed < Duration::from_secs(20), "{case}: {:?}", ended.elapsed);
         println!("{case}: ok in {:.1} s", ended.elapsed.as_secs_f64());
     }
-    println!("test result: ok. 16 passed");
+    // A rank is killed at any moment; nobody hangs and no result is wrong. `ATP_MPI_KILLS` says how often.
+    let kills = std::env::var("ATP_MPI_KILLS").map_or(4, |text| text.parse().expect("a number"));
+    for kill in 0..kills {
+        let ended = mpirun(4, &format!("random {kill}"));
+        let told = ended.text.matches(TOLD).count();
+        assert!(told == 3 && !ended.text.contains("wrong result"), "kill {kill}: {}", ended.text);
+    }
+    println!("killed at {kills} random moments: ok");
+    println!("test result: ok. 17 passed");
 }
 
 fn worker(case: &str) {
@@ -116,7 +124,9 @@ fn worker(case: &str) {
         .with_threads(1)
         .with_deadline(Duration::from_secs(if matches!(case, "exact" | "collectives" | "training") { 50 } else { 2 }));
     let world = world.with_check(case == "mismatch");
+    let world = if case.starts_with("random") { world.with_deadline(Duration::from_secs(1)) } else { world };
     let outcome = match case {
+        _ if case.starts_with("random") => world.run(|group| killed_at_random(group, case)),
         "exact" => world.run(exact),
         "collectives" => world.run(collectives),
         "training" => world.run(training),
@@ -246,6 +256,31 @@ fn training(group: &Group) -> Result<()> {
             let got = common::training::losses(group, 2, 2, mode, overlap, 20)?;
             let close = |(got, want): (&f64, &f64)| (got - want).abs() <= 1e-5 * want.max(1.0);
             assert!(got.iter().zip(&want).all(close), "{mode:?} {overlap}: {got:?}, wanted {want:?}");
+        }
+    }
+    Ok(())
+}
+
+/// Rank 2 is killed at a moment that the case's number chooses; the others check every result until they notice.
+fn killed_at_random(group: &Group, case: &str) -> Result<()> {
+    let number: u64 = case.split(' ').nth(1).and_then(|text| text.parse().ok()).unwrap_or_default();
+    if group.rank() == 2 {
+        let micros = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 46;
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_micros(micros));
+            let _ = Command::new("kill").args(["-KILL", &std::process::id().to_string()]).status();
+        });
+    }
+    for round in 0u32.. {
+        let value = round as f32 + group.rank() as f32;
+        let rows = group.tensor(&vec![value; 4096], &[4, 1024], Placement::Rows)?;
+        let whole = group.tensor(&vec![value; 4096], &[4, 1024], Placement::Partial)?;
+        let (gathered, sum) = (group.all_gather(&rows)?, group.reduce_scatter(&whole)?);
+        let (gathered, sum) = (gathered.wait()?.to_vec()?, sum.wait()?.to_vec()?);
+        let right =
+            gathered.chunks(4096).enumerate().all(|(r, rows)| rows.iter().all(|v| *v == (round as usize + r) as f32));
+        if !right || sum.iter().any(|v| *v != 4.0 * round as f32 + 6.0) {
+            println!("wrong result in round {round}");
         }
     }
     Ok(())

@@ -15,6 +15,8 @@ pub enum Kind {
 #[derive(Debug, Clone, Copy)]
 pub struct Problem {
     pub kind: Kind,
+    /// Whether the column layer gathers its input again for its backward pass.
+    pub recompute: bool,
     pub rows: usize,
     pub in_features: usize,
     pub out_features: usize,
@@ -90,7 +92,7 @@ pub struct Bench<T: Float> {
 
 impl<T: Float> Bench<T> {
     pub fn new(group: &Group, problem: Problem, mode: LinearMode, overlap: Overlap, data: &Data<T>) -> Result<Self> {
-        let Problem { kind, rows, in_features, out_features } = problem;
+        let Problem { kind, recompute, rows, in_features, out_features } = problem;
         let scatter = mode == LinearMode::ReduceScatter;
         let whole = if scatter { Placement::Rows } else { Placement::Replicated };
         let n = group.world_size();
@@ -103,6 +105,7 @@ impl<T: Float> Bench<T> {
                     TensorParallelColumnLinear::builder(in_features, out_features)
                         .mode(mode)
                         .overlap(overlap)
+                        .recompute_all_gather(recompute)
                         .from_full(group, &data.w, None)?,
                 ),
                 group.tensor(&whole_or_rows(&data.x, in_features), &[outer_rows, in_features], whole)?,

@@ -91,8 +91,14 @@ fn compare<T: Float>(options: &Options, tolerance: f64) -> Result<bool> {
     if options.engine == Engine::Mpi && !World::new(Engine::Mpi, ranks)?.is_first() {
         QUIET.store(true, std::sync::atomic::Ordering::Relaxed);
     }
-    let column = Problem { kind: Kind::Column, rows, in_features, out_features };
-    let row = Problem { kind: Kind::Row, rows, in_features: out_features, out_features: in_features };
+    let column = Problem { kind: Kind::Column, recompute: options.recompute, rows, in_features, out_features };
+    let row = Problem {
+        kind: Kind::Row,
+        recompute: options.recompute,
+        rows,
+        in_features: out_features,
+        out_features: in_features,
+    };
     note("computing the dense float64 results");
     let problems = [(column, Data::<T>::new(column)?), (row, Data::<T>::new(row)?)];
 
@@ -319,6 +325,16 @@ fn print_table(table: &[Row], options: &Options, world: &World) {
             pass(&row.backward),
             row.max_error
         );
+    }
+    println!();
+    for mode in [LinearMode::AllReduce, LinearMode::ReduceScatter] {
+        let step = |overlap: Overlap| -> f64 {
+            let rows = table.iter().filter(|row| row.mode == mode && row.overlap == overlap);
+            rows.map(|row| row.forward.time + row.backward.time).sum()
+        };
+        let of =
+            |overlap| format!("{overlap} {:.0} ms ({:.2}x)", step(overlap) * 1e3, step(OVERLAPS[0]) / step(overlap));
+        println!("whole step of both layers, {mode:?}: {}", OVERLAPS.map(of).join(", "));
     }
     println!("\nbound: what the schedule cannot go below, from its matmuls and collectives measured alone");
 }

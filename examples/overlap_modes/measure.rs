@@ -141,7 +141,10 @@ pub fn parts<T: Float>(group: &Group, bench: &Bench<T>) -> Result<Parts> {
     let reduce = || timed(group, || group.all_reduce(&whole)?.wait().map(drop));
     match (bench.problem.kind, bench.mode) {
         (Kind::Column, LinearMode::ReduceScatter) => {
-            (parts.forward_communication, parts.gather, parts.reduce) = (gather()?, gather()?, scatter()?);
+            (parts.forward_communication, parts.reduce) = (gather()?, scatter()?);
+            if bench.problem.recompute {
+                parts.gather = gather()?;
+            }
         }
         (Kind::Column, LinearMode::AllReduce) => parts.reduce = reduce()?,
         (Kind::Row, LinearMode::ReduceScatter) => {

@@ -18,6 +18,7 @@ their timelines.
   --link GBIT[:LAT_US]   with cpu: a modelled link of GBIT Gbit/s each way and rank, and LAT_US microseconds [balanced]
          balanced        as fast as makes the column layer's gather take as long as its matmul
          none            no link: messages are copies in memory
+  --no-recompute         the column layer keeps its gathered input instead of gathering it again
   --repeat N             measured repetitions, interleaved; medians are reported [5]
   --json                 one JSON object a line instead of a table
   --timeline DIR         where the timelines go [target/timeline]
@@ -39,6 +40,7 @@ pub struct Options {
     pub dtype: DType,
     pub engine: Engine,
     pub link: LinkChoice,
+    pub recompute: bool,
     pub repeat: usize,
     pub json: bool,
     pub timeline: PathBuf,
@@ -56,6 +58,7 @@ impl Options {
             dtype: DType::F32,
             engine: Engine::Local,
             link: LinkChoice::Balanced,
+            recompute: true,
             repeat: 5,
             json: false,
             timeline: "target/timeline".into(),
@@ -68,6 +71,7 @@ impl Options {
                 Long("in-features") => options.in_features = parser.value()?.parse()?,
                 Long("out-features") => options.out_features = parser.value()?.parse()?,
                 Long("repeat") => options.repeat = parser.value()?.parse::<usize>()?.max(1),
+                Long("no-recompute") => options.recompute = false,
                 Long("json") => options.json = true,
                 Long("timeline") => options.timeline = parser.value()?.into(),
                 Long("dtype") => {

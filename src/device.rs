@@ -1,6 +1,8 @@
 //! The first seam: where memory lives and matmuls run.
 
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 
 use std::fmt;
 use std::ops::Range;
@@ -10,6 +12,8 @@ use crate::memory::{Buffer, BufferMut};
 use crate::{Error, Result};
 
 pub use cpu::Cpu;
+#[cfg(feature = "cuda")]
+pub use cuda::CudaDevice;
 
 /// A row-major matrix in a buffer, used as it stands or as its transpose.
 #[derive(Debug, Clone, Copy)]

@@ -58,6 +58,8 @@ pub use comm::nccl::{CtaPolicy, NcclCommunicator, NcclConfig, NcclId, Reduction}
 pub use comm::peer::PeerWorld;
 pub use comm::{Blocks, Communicator, DEFAULT_DEADLINE, Operation, ReduceOp};
 pub use cross_entropy::{SavedLogits, ShardedCrossEntropy};
+#[cfg(feature = "cuda")]
+pub use device::CudaDevice;
 pub use device::{Cpu, CrossEntropyLoss, Device, Matmul, Matrix, SoftmaxPart};
 pub use dtype::{DType, Element, Float};
 pub use embedding::{EmbeddingBuilder, EmbeddingConfig, SavedIds, TensorParallelEmbedding};

@@ -100,7 +100,7 @@ fn driver() {
     assert!(ended.success && ended.text.matches("passed").count() == 4, "training: {}", ended.text);
     println!("training on 2 × 2 ranks: ok in {:.1} s", ended.elapsed.as_secs_f64());
     // Every survivor says which rank was at fault, and in time: the deadline is 2 s.
-    for case in ["returns", "fails", "panics", "killed", "stopped", "mismatch", "size"] {
+    for case in ["returns", "fails", "panics", "killed", "stopped", "mismatch", "size", "deaf"] {
         let ended = mpirun(4, case);
         let told = ended.text.matches(TOLD).count();
         assert_eq!(told, 3, "{case}: {}", ended.text);
@@ -115,7 +115,7 @@ fn driver() {
         assert!(told == 3 && !ended.text.contains("wrong result"), "kill {kill}: {}", ended.text);
     }
     println!("killed at {kills} random moments: ok");
-    println!("test result: ok. 17 passed");
+    println!("test result: ok. 18 passed");
 }
 
 fn worker(case: &str) {
@@ -289,6 +289,17 @@ fn killed_at_random(group: &Group, case: &str) -> Result<()> {
 /// Rank 2 does what the case says in the middle of a run; the others go on until they notice.
 fn fault(group: &Group, case: &str) -> Result<()> {
     let n = group.world_size();
+    if case == "deaf" {
+        // Nothing is to come from rank 2: it does not take what it is sent.
+        if group.rank() == 2 {
+            std::thread::sleep(Duration::from_secs(5));
+            return Ok(());
+        }
+        return group
+            .send(2, &group.tensor(&vec![1f64; 1 << 20], &[1 << 20], Placement::Replicated)?)?
+            .wait()
+            .map(drop);
+    }
     let layer = TensorParallelColumnLinear::<f32>::builder(64, 64 * n).mode(LinearMode::ReduceScatter).build(group)?;
     let x = group.tensor(&vec![1.0; 64 * 64], &[64, 64], Placement::Rows)?;
     for round in 0.. {

@@ -241,8 +241,9 @@ impl MpiTransport {
                 }
             }
         }
-        if matches!(what, Memory::Written(_)) {
-            self.shared.expect(message.peer, 1);
+        match what {
+            Memory::Read(_) => self.shared.sending(message.peer, 1),
+            Memory::Written(_) => self.shared.expect(message.peer, 1),
         }
         let (header, since) = (*header, Instant::now());
         self.posted.push(Posted { header, message, request: first, rest: requests, what, since });
@@ -260,7 +261,10 @@ impl MpiTransport {
             let Posted { header, message, what, since, rest, .. } = self.posted.swap_remove(index);
             self.spare.push(rest);
             done.push(match what {
-                Memory::Read(_) => Completion::Sent(header, message, None),
+                Memory::Read(_) => {
+                    self.shared.sending(message.peer, -1);
+                    Completion::Sent(header, message, None)
+                }
                 Memory::Written(into) => {
                     self.shared.expect(message.peer, -1);
                     let now = Instant::now();

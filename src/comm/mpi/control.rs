@@ -31,6 +31,8 @@ struct State {
     lost: Vec<Option<String>>,
     /// Messages that are still to come from each rank.
     expected: Vec<isize>,
+    /// Messages that each rank has not taken yet.
+    untaken: Vec<isize>,
     /// What each rank was last heard to call; of this one, the latest operations.
     called: Vec<Option<Header>>,
     own: std::collections::VecDeque<Header>,
@@ -48,6 +50,7 @@ impl Shared {
             woken: false,
             lost: vec![None; size],
             expected: vec![0; size],
+            untaken: vec![0; size],
             called: vec![None; size],
             own: std::collections::VecDeque::with_capacity(Self::REMEMBERED + 1),
             failure: None,
@@ -76,6 +79,10 @@ impl Shared {
 
     pub(super) fn expect(&self, peer: usize, more: isize) {
         self.lock().expected[peer] += more;
+    }
+
+    pub(super) fn sending(&self, peer: usize, more: isize) {
+        self.lock().untaken[peer] += more;
     }
 
     pub(super) fn lost(&self, rank: usize) -> Option<String> {
@@ -291,10 +298,16 @@ impl Control for MpiControl {
                 Some(called) => format!("last called {called} #{}; ", called.sequence),
                 None => String::new(),
             };
-            (state.expected[rank] > 0).then(|| format!("rank {rank} ({last}{} messages to come)", state.expected[rank]))
+            let open = match (state.expected[rank], state.untaken[rank]) {
+                (0, 0) => return None,
+                (expected, 0) => format!("{expected} messages to come"),
+                (0, untaken) => format!("has not taken {untaken} messages"),
+                (expected, untaken) => format!("{expected} messages to come, has not taken {untaken}"),
+            };
+            Some(format!("rank {rank} ({last}{open})"))
         };
         let missing: Vec<_> = (0..self.comm.size()).filter_map(describe).collect();
-        if missing.is_empty() { "no message; a rank has not taken what was sent".into() } else { missing.join(", ") }
+        if missing.is_empty() { "no message of any rank".into() } else { missing.join(", ") }
     }
 
     fn close(&self, error: &Error) {

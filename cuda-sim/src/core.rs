@@ -122,7 +122,7 @@ pub fn ctx_of(dev: usize) -> cu::CUcontext {
 }
 pub fn dev_of(ctx: cu::CUcontext) -> Option<usize> {
     let v = (ctx as usize).wrapping_sub(CTX);
-    (v % 256 == 0 && v / 256 < n_devices()).then_some(v / 256)
+    (v.is_multiple_of(256) && v / 256 < n_devices()).then_some(v / 256)
 }
 thread_local!(pub static CURRENT: Cell<usize> = const { Cell::new(0) });
 pub fn cur_dev() -> Res<usize> {

@@ -263,12 +263,18 @@ fn name_of(e: CUresult) -> *const c_char {
     m.entry(e as u32).or_insert_with(|| std::ffi::CString::new(format!("{e:?} (simulated)")).unwrap()).as_ptr()
 }
 
-fn modules() -> &'static Mutex<HashMap<usize, HashMap<String, Vec<usize>>>> {
-    static M: OnceLock<Mutex<HashMap<usize, HashMap<String, Vec<usize>>>>> = OnceLock::new();
+/// The sizes of each kernel's parameters, by its name.
+type Signatures = HashMap<String, Vec<usize>>;
+
+fn modules() -> &'static Mutex<HashMap<usize, Signatures>> {
+    static M: OnceLock<Mutex<HashMap<usize, Signatures>>> = OnceLock::new();
     M.get_or_init(Default::default)
 }
-fn functions() -> &'static Mutex<HashMap<usize, (String, Vec<usize>)>> {
-    static M: OnceLock<Mutex<HashMap<usize, (String, Vec<usize>)>>> = OnceLock::new();
+/// A kernel's name and the sizes of its parameters.
+type Function = (String, Vec<usize>);
+
+fn functions() -> &'static Mutex<HashMap<usize, Function>> {
+    static M: OnceLock<Mutex<HashMap<usize, Function>>> = OnceLock::new();
     M.get_or_init(Default::default)
 }
 fn parse_ptx(ptx: &str) -> HashMap<String, Vec<usize>> {

@@ -168,7 +168,7 @@ fn reduce(all: &[Desc], off: usize, n: usize) -> Vec<u8> {
                     }
                 }
                 if let ncclRedOp_t::ncclAvg = op {
-                    a = a / (all.len() as u32 as $acc)
+                    a /= all.len() as u32 as $acc
                 }
                 let v: $t = $from(a);
                 out.extend_from_slice(unsafe {
@@ -378,7 +378,7 @@ fn coll(
         };
         let need_send = !matches!(kind, Kind::Broadcast(r) if r as usize != c.rank);
         let need_recv = !matches!(kind, Kind::Reduce(r) if r as usize != c.rank);
-        let bad = |p: usize, n: usize| n > 0 && check_dev(p, n).map_or(true, |d| d != c.dev);
+        let bad = |p: usize, n: usize| n > 0 && !check_dev(p, n).is_ok_and(|d| d == c.dev);
         if (need_send && bad(send as usize, sb)) || (need_recv && bad(recv as usize, rb)) {
             return Err(ncclInvalidArgument);
         }
@@ -420,7 +420,7 @@ export! {
     }
     nc::ncclCommInitRank(c: *mut ncclComm_t, n: c_int, id: ncclUniqueId, rank: c_int) -> ncclResult_t {
         let mut k = [0u8; 8];
-        for i in 0..8 { k[i] = id.internal[i] as u8 }
+        for (to, from) in k.iter_mut().zip(id.internal) { *to = from as u8 }
         let clique = lock(ids()).entry(u64::from_le_bytes(k)).or_insert_with(|| Clique::new(n as usize)).clone();
         if clique.n != n as usize { return ncclInvalidArgument }
         let Ok(dev) = cur_dev() else { return ncclUnhandledCudaError };

@@ -1,98 +1,145 @@
-// The element-wise kernels of the CUDA device, each for f32, f64, bf16 and f16.
+// Element by element: sums over ranks, biases, gradients, casts; each for f32, f64, bf16 and f16.
 //
-// All of them compute in the accumulator's type (f32, or f64 for f64) and round once. A thread takes several elements in a stride of
-// the whole grid, so that any grid serves any length. `CUDA_NO_HALF` is never set: the headers are CUDA's own.
+// All of them compute in the accumulator's type and round once.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-typedef unsigned long long u64;
-
-// Widening to and rounding from the accumulator.
-template <typename T> struct Number;
-template <> struct Number<float> {
-    typedef float Wide;
-    static __device__ float widen(float x) { return x; }
-    static __device__ float narrow(float x) { return x; }
-};
-template <> struct Number<double> {
-    typedef double Wide;
-    static __device__ double widen(double x) { return x; }
-    static __device__ double narrow(double x) { return x; }
-};
-template <> struct Number<__nv_bfloat16> {
-    typedef float Wide;
-    static __device__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-    static __device__ __nv_bfloat16 narrow(float x) { return __float2bfloat16_rn(x); }
-};
-template <> struct Number<__half> {
-    typedef float Wide;
-    static __device__ float widen(__half x) { return __half2float(x); }
-    static __device__ __half narrow(float x) { return __float2half_rn(x); }
+// Addresses of up to 256 summands, by value: what fits into the 4 KiB of a kernel's parameters that every card takes.
+struct Parts {
+    u64 at[256];
 };
 
-#define FIRST (blockIdx.x * (u64)blockDim.x + threadIdx.x)
-#define STRIDE (gridDim.x * (u64)blockDim.x)
-
-// out[i] = parts[0][i] + parts[1][i] + …, in that order, one rounding; or the largest, of which a NaN stays.
-template <typename T> __device__ void combine(const T *const *parts, u64 ranks, u64 count, int largest, T *out) {
+template <typename T, int LANES>
+__device__ void combine_lanes(const Parts &parts, u64 ranks, u64 begin, u64 count, int largest, T *out) {
     typedef Number<T> N;
-    for (u64 i = FIRST; i < count; i += STRIDE) {
-        typename N::Wide value = N::widen(parts[0][i]);
+    typedef Lanes<T, LANES> Some;
+    for (u64 i = begin / LANES + FIRST; i < count / LANES; i += STRIDE) {
+        Some some = ((const Some *)parts.at[0])[i];
+        typename N::Wide value[LANES];
+        for (int lane = 0; lane < LANES; ++lane) {
+            value[lane] = N::widen(some.at[lane]);
+        }
         for (u64 rank = 1; rank < ranks; ++rank) {
-            typename N::Wide next = N::widen(parts[rank][i]);
-            if (!largest) {
-                value += next;
-            } else if (next > value || next != next) {
-                value = next;
+            some = ((const Some *)parts.at[rank])[i];
+            for (int lane = 0; lane < LANES; ++lane) {
+                typename N::Wide next = N::widen(some.at[lane]);
+                value[lane] = largest ? larger(value[lane], next) : value[lane] + next;
             }
         }
-        out[i] = N::narrow(value);
+        for (int lane = 0; lane < LANES; ++lane) {
+            some.at[lane] = N::narrow(value[lane]);
+        }
+        ((Some *)out)[i] = some;
+    }
+}
+
+// out[i] = parts[0][i] + parts[1][i] + …, in that order, one rounding; or the largest, of which a NaN stays.
+template <typename T> __device__ void combine(const Parts &parts, u64 ranks, u64 count, int largest, T *out) {
+    const int LANES = Fill<T, T>::LANES;
+    bool packed = aligned<T, LANES>(out);
+    for (u64 rank = 0; rank < ranks; ++rank) {
+        packed = packed && aligned<T, LANES>((const T *)parts.at[rank]);
+    }
+    u64 whole = packed ? count - count % LANES : 0;
+    combine_lanes<T, LANES>(parts, ranks, 0, whole, largest, out);
+    combine_lanes<T, 1>(parts, ranks, whole, count, largest, out);
+}
+
+template <typename T, int LANES> __device__ void add_bias_lanes(const T *bias, u64 width, T *rows, u64 count) {
+    typedef Number<T> N;
+    typedef Lanes<T, LANES> Some;
+    for (u64 i = FIRST; i < count / LANES; i += STRIDE) {
+        Some row = ((Some *)rows)[i], some = ((const Some *)bias)[i % (width / LANES)];
+        for (int lane = 0; lane < LANES; ++lane) {
+            row.at[lane] = N::narrow(N::widen(row.at[lane]) + N::widen(some.at[lane]));
+        }
+        ((Some *)rows)[i] = row;
     }
 }
 
 // rows[r][c] += bias[c]
 template <typename T> __device__ void add_bias(const T *bias, u64 width, T *rows, u64 count) {
-    typedef Number<T> N;
-    for (u64 i = FIRST; i < count; i += STRIDE) {
-        rows[i] = N::narrow(N::widen(rows[i]) + N::widen(bias[i % width]));
+    const int LANES = Fill<T, T>::LANES;
+    if (width % LANES == 0 && aligned<T, LANES>(bias) && aligned<T, LANES>(rows)) {
+        add_bias_lanes<T, LANES>(bias, width, rows, count);
+    } else {
+        add_bias_lanes<T, 1>(bias, width, rows, count);
     }
 }
 
-// out[c] += Σ_r rows[r][c], rows in order: a thread a column, so that neighbours read neighbours.
+// out[c] += Σ_r rows[r][c]. A block has 32 columns and 8 strands of rows, which are summed in their order: the same bits every time.
 template <typename T>
 __device__ void add_column_sums(const T *rows, u64 height, u64 width, typename Number<T>::Wide *out) {
-    for (u64 c = FIRST; c < width; c += STRIDE) {
+    const unsigned COLUMNS = 32, STRANDS = BLOCK / COLUMNS;
+    __shared__ typename Number<T>::Wide sums[BLOCK];
+    unsigned column = threadIdx.x % COLUMNS, strand = threadIdx.x / COLUMNS;
+    for (u64 first = blockIdx.x * (u64)COLUMNS; first < width; first += gridDim.x * (u64)COLUMNS) {
+        u64 c = first + column;
         typename Number<T>::Wide sum = 0;
-        for (u64 r = 0; r < height; ++r) {
+        for (u64 r = strand; c < width && r < height; r += STRANDS) {
             sum += Number<T>::widen(rows[r * width + c]);
         }
-        out[c] += sum;
+        sums[threadIdx.x] = sum;
+        __syncthreads();
+        if (strand == 0 && c < width) {
+            for (unsigned other = 1; other < STRANDS; ++other) {
+                sum += sums[other * COLUMNS + column];
+            }
+            out[c] += sum;
+        }
+        __syncthreads();
+    }
+}
+
+template <typename S, typename T, int LANES>
+__device__ void scaled_add_lanes(double factor, const S *source, T *target, u64 begin, u64 count) {
+    for (u64 i = begin / LANES + FIRST; i < count / LANES; i += STRIDE) {
+        Lanes<S, LANES> from = ((const Lanes<S, LANES> *)source)[i];
+        Lanes<T, LANES> to = ((Lanes<T, LANES> *)target)[i];
+        for (int lane = 0; lane < LANES; ++lane) {
+            if (sizeof(S) == 8 || sizeof(T) == 8) {
+                double sum = (double)Number<T>::widen(to.at[lane]) + factor * (double)Number<S>::widen(from.at[lane]);
+                to.at[lane] = Number<T>::narrow((typename Number<T>::Wide)sum);
+            } else {
+                float sum = (float)Number<T>::widen(to.at[lane]) + (float)factor * (float)Number<S>::widen(from.at[lane]);
+                to.at[lane] = Number<T>::narrow((typename Number<T>::Wide)sum);
+            }
+        }
+        ((Lanes<T, LANES> *)target)[i] = to;
     }
 }
 
 // target[i] += factor · source[i], in double precision where either side is.
 template <typename S, typename T> __device__ void scaled_add(double factor, const S *source, T *target, u64 count) {
-    for (u64 i = FIRST; i < count; i += STRIDE) {
-        if (sizeof(S) == 8 || sizeof(T) == 8) {
-            double sum = (double)Number<T>::widen(target[i]) + factor * (double)Number<S>::widen(source[i]);
-            target[i] = Number<T>::narrow((typename Number<T>::Wide)sum);
-        } else {
-            float sum = (float)Number<T>::widen(target[i]) + (float)factor * (float)Number<S>::widen(source[i]);
-            target[i] = Number<T>::narrow((typename Number<T>::Wide)sum);
+    const int LANES = Fill<S, T>::LANES;
+    bool packed = aligned<S, LANES>(source) && aligned<T, LANES>(target);
+    u64 whole = packed ? count - count % LANES : 0;
+    scaled_add_lanes<S, T, LANES>(factor, source, target, 0, whole);
+    scaled_add_lanes<S, T, 1>(factor, source, target, whole, count);
+}
+
+template <typename S, typename T, int LANES>
+__device__ void cast_lanes(const S *source, T *target, u64 begin, u64 count) {
+    for (u64 i = begin / LANES + FIRST; i < count / LANES; i += STRIDE) {
+        Lanes<S, LANES> from = ((const Lanes<S, LANES> *)source)[i];
+        Lanes<T, LANES> to;
+        for (int lane = 0; lane < LANES; ++lane) {
+            to.at[lane] = Number<T>::narrow((typename Number<T>::Wide)Number<S>::widen(from.at[lane]));
         }
+        ((Lanes<T, LANES> *)target)[i] = to;
     }
 }
 
 // target[i] = source[i], rounded to nearest even.
 template <typename S, typename T> __device__ void cast(const S *source, T *target, u64 count) {
-    for (u64 i = FIRST; i < count; i += STRIDE) {
-        target[i] = Number<T>::narrow((typename Number<T>::Wide)Number<S>::widen(source[i]));
-    }
+    const int LANES = Fill<S, T>::LANES;
+    bool packed = aligned<S, LANES>(source) && aligned<T, LANES>(target);
+    u64 whole = packed ? count - count % LANES : 0;
+    cast_lanes<S, T, LANES>(source, target, 0, whole);
+    cast_lanes<S, T, 1>(source, target, whole, count);
 }
 
 #define ONE(name, T)                                                                                                     \
-    extern "C" __global__ void combine_##name(const T *const *parts, u64 ranks, u64 count, int largest, T *out) {        \
+    extern "C" __global__ void combine_##name(const __grid_constant__ Parts parts, u64 ranks, u64 count, int largest,    \
+                                              T *out) {                                                                  \
         combine<T>(parts, ranks, count, largest, out);                                                                   \
     }                                                                                                                    \
     extern "C" __global__ void add_bias_##name(const T *bias, u64 width, T *rows, u64 count) {                           \
@@ -114,10 +161,10 @@ template <typename S, typename T> __device__ void cast(const S *source, T *targe
     ONE(from, S)                                                                                                         \
     TWO(from, S, f32, float)                                                                                             \
     TWO(from, S, f64, double)                                                                                            \
-    TWO(from, S, bf16, __nv_bfloat16)                                                                                    \
-    TWO(from, S, f16, __half)
+    TWO(from, S, bf16, Bf16)                                                                                    \
+    TWO(from, S, f16, F16)
 
 FROM(f32, float)
 FROM(f64, double)
-FROM(bf16, __nv_bfloat16)
-FROM(f16, __half)
+FROM(bf16, Bf16)
+FROM(f16, F16)

@@ -1,4 +1,5 @@
 //! Devices, streams (worker threads), events, memory registry, trace.
+use crate::races::{self, Access, Actor, Clock, Past, Site};
 use cudarc::driver::sys as cu;
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -15,67 +16,150 @@ pub fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// One-shot completion token: what an event record / a stream sync waits for.
+/// One-shot completion token: what an event record / a stream sync waits for, and what its stream knew.
 #[derive(Default)]
-pub struct Token(Mutex<Option<Instant>>, Condvar);
+pub struct Token(Mutex<Option<(Instant, Arc<Clock>)>>, Condvar);
 impl Token {
-    pub fn set(&self) {
-        *lock(&self.0) = Some(Instant::now());
+    fn set(&self, clock: Clock) {
+        *lock(&self.0) = Some((Instant::now(), Arc::new(clock)));
         self.1.notify_all();
     }
     pub fn at(&self) -> Option<Instant> {
-        *lock(&self.0)
+        lock(&self.0).as_ref().map(|done| done.0)
     }
-    pub fn wait(&self) {
+    pub fn wait(&self) -> Arc<Clock> {
         let mut g = lock(&self.0);
-        while g.is_none() {
+        loop {
+            if let Some(done) = &*g {
+                return done.1.clone();
+            }
             g = self.1.wait(g).unwrap_or_else(|e| e.into_inner());
+        }
+    }
+    /// The host waits.
+    pub fn wait_on_host(&self) {
+        races::host_learns(&self.wait())
+    }
+    /// The host looks.
+    pub fn passed(&self) -> bool {
+        let clock = lock(&self.0).as_ref().map(|done| done.1.clone());
+        clock.is_some_and(|clock| {
+            races::host_learns(&clock);
+            true
+        })
+    }
+}
+
+/// Pauses of random lengths: most of none, some long, so that orders differ more than if all were a little late.
+pub struct Jitter {
+    state: u64,
+    longest: u64,
+}
+impl Jitter {
+    pub fn new(which: usize) -> Self {
+        let state = 0x9E37_79B9_7F4A_7C15u64.wrapping_mul(which as u64 + 1) ^ env("CUDA_SIM_SEED", 1);
+        Jitter { state, longest: env("CUDA_SIM_JITTER_US", 0) }
+    }
+    pub fn pause(&mut self) {
+        if self.longest == 0 {
+            return;
+        }
+        self.state ^= self.state << 13;
+        self.state ^= self.state >> 7;
+        self.state ^= self.state << 17;
+        if self.state.is_multiple_of(4) {
+            std::thread::sleep(Duration::from_micros((self.state >> 8) % self.longest));
         }
     }
 }
 
-pub struct Job {
-    pub label: String,
-    pub run: Box<dyn FnOnce() + Send>,
+/// A stream at work on a job.
+pub struct Worker {
+    actor: Actor,
+    clock: Clock,
+    time: u64,
+    site: Arc<Site>,
+}
+impl Worker {
+    /// Notes what the job touches.
+    pub fn touch(&self, accesses: &[Access]) {
+        races::touch(self.actor, self.time, &self.clock, &self.site, accesses)
+    }
+    /// The job comes after what `clock` knows.
+    pub fn learn(&mut self, clock: &Clock) {
+        self.clock.join(clock)
+    }
+    /// What the job knows.
+    pub fn knows(&self) -> Clock {
+        self.clock.clone()
+    }
+}
+
+/// Who queued a job, and what that thread knew.
+pub struct Caller {
+    site: Arc<Site>,
+    host: Arc<Clock>,
+}
+struct Job {
+    site: Arc<Site>,
+    host: Arc<Clock>,
+    run: Box<dyn FnOnce(&mut Worker) + Send>,
 }
 pub struct Stream {
     pub dev: usize,
+    id: usize,
     tx: Mutex<Sender<Job>>,
 }
 impl Stream {
     pub fn new(dev: usize, id: usize) -> Arc<Self> {
+        static STREAMS: AtomicUsize = AtomicUsize::new(1);
+        let actor = STREAMS.fetch_add(1, Ordering::Relaxed);
         let (tx, rx) = channel::<Job>();
-        let jitter = env("CUDA_SIM_JITTER_US", 0);
         std::thread::Builder::new()
             .name(format!("cuda-sim-d{dev}-s{id:x}"))
             .spawn(move || {
-                let mut rng = 0x9E37_79B9_7F4A_7C15u64 ^ ((id as u64) << 20) ^ env("CUDA_SIM_SEED", 1);
+                let mut jitter = Jitter::new(actor);
+                let mut clock = Clock::default();
                 while let Ok(job) = rx.recv() {
-                    if jitter > 0 {
-                        rng ^= rng << 13;
-                        rng ^= rng >> 7;
-                        rng ^= rng << 17;
-                        std::thread::sleep(Duration::from_micros(rng % jitter));
-                    }
+                    jitter.pause();
                     let t0 = Instant::now();
-                    (job.run)();
-                    trace(dev, id, job.label, t0, Instant::now());
+                    clock.join(&job.host);
+                    let time = clock.tick(actor);
+                    let mut worker = Worker { actor, clock, time, site: job.site };
+                    (job.run)(&mut worker);
+                    clock = worker.clock;
+                    trace(dev, id, &worker.site.label, t0, Instant::now());
                 }
             })
             .unwrap();
-        Arc::new(Stream { dev, tx: Mutex::new(tx) })
+        Arc::new(Stream { dev, id, tx: Mutex::new(tx) })
     }
-    pub fn push(&self, label: impl Into<String>, f: impl FnOnce() + Send + 'static) {
-        lock(&self.tx).send(Job { label: label.into(), run: Box::new(f) }).unwrap();
+    pub fn push(&self, label: impl Into<String>, f: impl FnOnce(&mut Worker) + Send + 'static) {
+        self.push_from(self.caller(label), f)
+    }
+    /// Who calls, for a job that another thread queues on the caller's behalf.
+    pub fn caller(&self, label: impl Into<String>) -> Caller {
+        Caller { site: Site::here(label.into(), self.dev, self.id), host: races::host() }
+    }
+    pub fn push_from(&self, caller: Caller, f: impl FnOnce(&mut Worker) + Send + 'static) {
+        let job = Job { site: caller.site, host: caller.host, run: Box::new(f) };
+        lock(&self.tx).send(job).unwrap();
+    }
+    /// A job whose accesses are known when it is queued.
+    pub fn push_over(&self, label: impl Into<String>, accesses: Vec<Access>, f: impl FnOnce() + Send + 'static) {
+        self.push(label, move |worker| {
+            worker.touch(&accesses);
+            f()
+        })
     }
     pub fn mark(&self, label: &str) -> Arc<Token> {
         let t = Arc::new(Token::default());
         let t2 = t.clone();
-        self.push(label, move || t2.set());
+        self.push(label, move |worker| t2.set(worker.knows()));
         t
     }
     pub fn sync(&self) {
-        self.mark("sync").wait();
+        self.mark("sync").wait_on_host();
     }
 }
 
@@ -90,6 +174,9 @@ pub struct Alloc {
     pub dev: usize,
     pub pinned_host: bool,
     pub freeing: bool,
+    /// From the stream-ordered pool: freeing it from the host waits for nothing.
+    pub ordered: bool,
+    pub history: Vec<Past>,
 }
 
 #[derive(Default)]
@@ -145,7 +232,11 @@ pub fn event(h: usize) -> Res<Arc<Event>> {
 fn layout(size: usize) -> std::alloc::Layout {
     std::alloc::Layout::from_size_align(size.max(1), 256).unwrap()
 }
-pub fn mem_alloc(dev: usize, size: usize, pinned_host: bool) -> Res<usize> {
+pub fn mem_alloc(dev: usize, size: usize, pinned_host: bool, ordered: bool) -> Res<usize> {
+    static COUNT: AtomicUsize = AtomicUsize::new(1);
+    if !pinned_host && COUNT.fetch_add(1, Ordering::Relaxed) as u64 == env("CUDA_SIM_OOM_AT", 0) {
+        return Err(cu::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+    }
     let mut st = state();
     if !pinned_host {
         let used = st.used.entry(dev).or_default();
@@ -156,7 +247,7 @@ pub fn mem_alloc(dev: usize, size: usize, pinned_host: bool) -> Res<usize> {
     }
     let p = unsafe { std::alloc::alloc(layout(size)) };
     unsafe { std::ptr::write_bytes(p, 0xFF, size) }; // fresh memory reads as NaN
-    st.allocs.insert(p as usize, Alloc { size, dev, pinned_host, freeing: false });
+    st.allocs.insert(p as usize, Alloc { size, dev, pinned_host, freeing: false, ordered, history: Vec::new() });
     Ok(p as usize)
 }
 /// From now on new work may not name `ptr`; the memory itself goes when `release` runs.
@@ -200,7 +291,11 @@ pub fn check_dev(ptr: usize, len: usize) -> Res<usize> {
 // ---- trace ----
 static T0: OnceLock<Instant> = OnceLock::new();
 static LOG: Mutex<Vec<String>> = Mutex::new(Vec::new());
-fn trace(dev: usize, stream: usize, label: String, a: Instant, b: Instant) {
+fn trace(dev: usize, stream: usize, label: &str, a: Instant, b: Instant) {
+    static ON: OnceLock<bool> = OnceLock::new();
+    if !*ON.get_or_init(|| env("CUDA_SIM_TRACE", 0) == 1) {
+        return;
+    }
     let z = *T0.get_or_init(|| a);
     lock(&LOG).push(format!(
         "d{dev} s{stream:x} {label} {:.1}..{:.1}us",

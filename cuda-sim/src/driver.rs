@@ -1,8 +1,10 @@
 use crate::core::*;
+use crate::races::{reads, writes};
 use cu::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUresult, CUstream};
 use cudarc::driver::sys as cu;
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void, CStr};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use CUresult::*;
 
@@ -93,21 +95,26 @@ export! {
     cu::cuStreamQuery(h: CUstream) -> CUresult {
         let t = tri!(stream(h as usize)).mark("query");
         std::thread::sleep(std::time::Duration::from_micros(20));
-        if t.at().is_some() { CUDA_SUCCESS } else { CUDA_ERROR_NOT_READY }
+        if t.passed() { CUDA_SUCCESS } else { CUDA_ERROR_NOT_READY }
     }
     cu::cuStreamIsCapturing(_h: CUstream, s: *mut cu::CUstreamCaptureStatus) -> CUresult { put(s, cu::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE) }
     cu::cuStreamWaitEvent(h: CUstream, e: CUevent, _f: c_uint) -> CUresult {
         let s = tri!(stream(h as usize));
         let e = tri!(event(e as usize));
         let last = lock(&e.last).clone();
-        if let Some(t) = last { s.push("wait_event", move || t.wait()) } // never recorded: no-op, as in CUDA
+        let Some(t) = last else { return CUDA_SUCCESS }; // never recorded: no-op, as in CUDA
+        static WAITS: AtomicU64 = AtomicU64::new(1);
+        // A planted bug: the n-th wait is left out.
+        if WAITS.fetch_add(1, Ordering::Relaxed) != env("CUDA_SIM_FORGET_WAIT", 0) {
+            s.push("wait_event", move |worker| worker.learn(&t.wait()))
+        }
         CUDA_SUCCESS
     }
     cu::cuLaunchHostFunc(h: CUstream, f: cu::CUhostFn, data: *mut c_void) -> CUresult {
         let s = tri!(stream(h as usize));
         let Some(f) = f else { return CUDA_ERROR_INVALID_VALUE };
         let d = data as usize;
-        s.push("host_fn", move || unsafe { f(d as *mut c_void) });
+        s.push("host_fn", move |_| unsafe { f(d as *mut c_void) });
         CUDA_SUCCESS
     }
 
@@ -130,12 +137,12 @@ export! {
     cu::cuEventQuery(e: CUevent) -> CUresult {
         let e = tri!(event(e as usize));
         let l = lock(&e.last).clone();
-        match l { Some(t) if t.at().is_none() => CUDA_ERROR_NOT_READY, _ => CUDA_SUCCESS }
+        match l { Some(t) if !t.passed() => CUDA_ERROR_NOT_READY, _ => CUDA_SUCCESS }
     }
     cu::cuEventSynchronize(e: CUevent) -> CUresult {
         let e = tri!(event(e as usize));
         let l = lock(&e.last).clone();
-        if let Some(t) = l { t.wait() }
+        if let Some(t) = l { t.wait_on_host() }
         CUDA_SUCCESS
     }
     cu::cuEventElapsedTime_v2(ms: *mut f32, a: CUevent, b: CUevent) -> CUresult {
@@ -155,23 +162,35 @@ export! {
     }
     cu::cuMemAlloc_v2(p: *mut CUdeviceptr, n: usize) -> CUresult {
         if n == 0 { return CUDA_ERROR_INVALID_VALUE } // real rule
-        put(p, tri!(mem_alloc(tri!(cur_dev()), n, false)) as CUdeviceptr)
+        put(p, tri!(mem_alloc(tri!(cur_dev()), n, false, false)) as CUdeviceptr)
     }
-    cu::cuMemFree_v2(p: CUdeviceptr) -> CUresult { tri!(begin_free(p as usize)); cuCtxSynchronize(); release(p as usize); CUDA_SUCCESS }
+    cu::cuMemFree_v2(p: CUdeviceptr) -> CUresult {
+        tri!(begin_free(p as usize));
+        // real rule: memory of the stream-ordered pool is freed without waiting for anything
+        let ordered = state().allocs.get(&(p as usize)).is_some_and(|a| a.ordered);
+        if !ordered { cuCtxSynchronize(); }
+        crate::races::host_frees(p as usize);
+        release(p as usize);
+        CUDA_SUCCESS
+    }
     cu::cuMemAllocAsync(p: *mut CUdeviceptr, n: usize, h: CUstream) -> CUresult {
         let s = tri!(stream(h as usize));
-        put(p, tri!(mem_alloc(s.dev, n, false)) as CUdeviceptr)
+        if env("CUDA_SIM_POOLS", 1) == 0 { return CUDA_ERROR_NOT_SUPPORTED }
+        let at = tri!(mem_alloc(s.dev, n, false, true));
+        s.push_over("alloc", vec![writes(at, n)], || {}); // before that, it is not there for other streams
+        put(p, at as CUdeviceptr)
     }
     cu::cuMemFreeAsync(p: CUdeviceptr, h: CUstream) -> CUresult {
         let s = tri!(stream(h as usize));
         tri!(begin_free(p as usize));
-        s.push("free", move || release(p as usize));
+        let size = state().allocs.get(&(p as usize)).map_or(0, |a| a.size);
+        s.push_over("free", vec![writes(p as usize, size)], move || release(p as usize));
         CUDA_SUCCESS
     }
     cu::cuMemHostAlloc(pp: *mut *mut c_void, n: usize, _f: c_uint) -> CUresult {
-        put(pp, tri!(mem_alloc(tri!(cur_dev()), n, true)) as *mut c_void)
+        put(pp, tri!(mem_alloc(tri!(cur_dev()), n, true, false)) as *mut c_void)
     }
-    cu::cuMemFreeHost(p: *mut c_void) -> CUresult { tri!(begin_free(p as usize)); release(p as usize); CUDA_SUCCESS }
+    cu::cuMemFreeHost(p: *mut c_void) -> CUresult { tri!(begin_free(p as usize)); crate::races::host_frees(p as usize); release(p as usize); CUDA_SUCCESS }
 
     cu::cuMemcpyHtoDAsync_v2(d: CUdeviceptr, src: *const c_void, n: usize, h: CUstream) -> CUresult {
         let s = tri!(stream(h as usize));
@@ -179,10 +198,10 @@ export! {
         tri!(check_dev(d as usize, n));
         if let Some((_, true)) = find(src as usize, n) {
             let src = src as usize; // pinned: read later, when the stream gets there
-            s.push("htod_pinned", move || copy(d as usize, src, n));
+            s.push_over("htod_pinned", vec![reads(src, n), writes(d as usize, n)], move || copy(d as usize, src, n));
         } else {
             let v = std::slice::from_raw_parts(src as *const u8, n).to_vec(); // pageable: staged at the call
-            s.push("htod", move || copy(d as usize, v.as_ptr() as usize, n));
+            s.push_over("htod", vec![writes(d as usize, n)], move || copy(d as usize, v.as_ptr() as usize, n));
         }
         CUDA_SUCCESS
     }
@@ -192,7 +211,9 @@ export! {
         tri!(check_dev(d as usize, n));
         let pinned = matches!(find(dst as usize, n), Some((_, true)));
         let dst = dst as usize;
-        s.push("dtoh", move || copy(dst, d as usize, n));
+        let mut touched = vec![reads(d as usize, n)];
+        if pinned { touched.push(writes(dst, n)) }
+        s.push_over("dtoh", touched, move || copy(dst, d as usize, n));
         if !pinned { s.sync() } // pageable: returns when the copy is done
         CUDA_SUCCESS
     }
@@ -200,7 +221,7 @@ export! {
         let s = tri!(stream(h as usize));
         tri!(check_dev(dst as usize, n));
         tri!(check_dev(src as usize, n));
-        s.push("dtod", move || copy(dst as usize, src as usize, n));
+        s.push_over("dtod", vec![reads(src as usize, n), writes(dst as usize, n)], move || copy(dst as usize, src as usize, n));
         CUDA_SUCCESS
     }
     cu::cuMemcpyPeerAsync(dst: CUdeviceptr, _dc: CUcontext, src: CUdeviceptr, _sc: CUcontext, n: usize, h: CUstream) -> CUresult { cuMemcpyDtoDAsync_v2(dst, src, n, h) }
@@ -211,7 +232,7 @@ export! {
         let s = tri!(stream(h as usize));
         if n == 0 { return CUDA_SUCCESS }
         tri!(check_dev(d as usize, n));
-        s.push("memset", move || unsafe { std::ptr::write_bytes(d as usize as *mut u8, v, n) });
+        s.push_over("memset", vec![writes(d as usize, n)], move || unsafe { std::ptr::write_bytes(d as usize as *mut u8, v, n) });
         CUDA_SUCCESS
     }
     cu::cuMemsetD8_v2(d: CUdeviceptr, v: c_uchar, n: usize) -> CUresult { cuMemsetD8Async(d, v, n, std::ptr::null_mut()) }
@@ -249,9 +270,7 @@ export! {
         };
         // arguments are copied at launch, as the real driver does
         let args: Vec<Vec<u8>> = sizes.iter().enumerate().map(|(i, &n)| std::slice::from_raw_parts(*params.add(i) as *const u8, n).to_vec()).collect();
-        s.push(format!("kernel:{name}"), move || {
-            k(&args);
-        });
+        s.push_over(format!("kernel:{name}"), k.touches(&args), move || k.run(&args, gx * gy * gz, bx * by * bz));
         CUDA_SUCCESS
     }
 }

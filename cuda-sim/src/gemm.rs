@@ -1,5 +1,6 @@
 //! cuBLASLt: column-major products, computed on the stream's worker in double precision and rounded once.
 use crate::core::{check_dev, lock, new_handle, stream};
+use crate::races::{reads, writes};
 use cudarc::cublaslt::sys as lt;
 use half::{bf16, f16};
 use std::collections::HashMap;
@@ -234,7 +235,10 @@ export! {
         if scale > 1 || epilogue & !7 != 0 { return lt::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED }
         let g = Gemm { ta, tb, alpha: number(scale, alpha), beta: number(scale, beta), a, b, c, d, relu: epilogue & 2 != 0, bias: (epilogue & 4 != 0).then_some(bias) };
         if !g.valid() || ![a, b, c, d].iter().all(Mat::ok) || (ws_n > 0 && check_dev(ws as usize, ws_n).is_err()) { return BAD }
-        s.push("lt_matmul", move || g.run());
+        let mut touched = vec![reads(a.p, a.bytes()), reads(b.p, b.bytes()), writes(d.p, d.bytes()), writes(ws as usize, ws_n)];
+        if g.beta != 0.0 { touched.push(reads(c.p, c.bytes())) }
+        if let Some(bias) = g.bias { touched.push(reads(bias, d.rows * d.ty.size())) }
+        s.push_over("lt_matmul", touched, move || g.run());
         OK
     }
 

@@ -1,180 +1,177 @@
-//! Bodies of the kernels of `kernels/*.cu`, in Rust: what they compute, not how.
-//!
-//! They prove how kernels are launched (names, arguments, order on streams), not the CUDA sources: those are compiled by NVRTC
-//! for real cards in CI.
+//! The kernels of `kernels/*.cu`, compiled for the host by `shim/kernels.cpp`; and what each of them touches.
 
-use half::{bf16, f16};
+use crate::races::{reads, writes, Access};
+use std::ffi::{c_char, c_void, CStr};
 
-/// A kernel's arguments, as bytes.
-type Body = Box<dyn Fn(&[Vec<u8>]) + Send + Sync>;
-
-trait Number: Copy {
-    fn get(self) -> f64;
-    fn put(value: f64) -> Self;
-    /// Rounds to the accumulator's type.
-    fn accumulate(value: f64) -> f64 {
-        f64::from(value as f32)
-    }
-}
-impl Number for f32 {
-    fn get(self) -> f64 {
-        self.into()
-    }
-    fn put(value: f64) -> Self {
-        value as f32
-    }
-}
-impl Number for f64 {
-    fn get(self) -> f64 {
-        self
-    }
-    fn put(value: f64) -> Self {
-        value
-    }
-    fn accumulate(value: f64) -> f64 {
-        value
-    }
-}
-impl Number for bf16 {
-    fn get(self) -> f64 {
-        self.to_f64()
-    }
-    fn put(value: f64) -> Self {
-        bf16::from_f32(value as f32)
-    }
-}
-impl Number for f16 {
-    fn get(self) -> f64 {
-        self.to_f64()
-    }
-    fn put(value: f64) -> Self {
-        f16::from_f32(value as f32)
-    }
+/// As `Entry` of `shim/kernels.cpp`.
+#[repr(C)]
+pub struct Kernel {
+    name: *const c_char,
+    sizes: *const u32,
+    parameters: u32,
+    launch: extern "C" fn(*mut *mut c_void, u32, u32),
 }
 
-fn word(bytes: &[u8]) -> u64 {
-    u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes"))
+// A kernel's entry is written by nobody.
+unsafe impl Sync for Kernel {}
+
+extern "C" {
+    fn cuda_sim_kernels(count: *mut usize) -> *const Kernel;
 }
 
-unsafe fn at<'a, T>(argument: &[u8], count: usize) -> &'a [T] {
-    if count == 0 {
-        &[]
-    } else {
-        std::slice::from_raw_parts(word(argument) as *const T, count)
-    }
-}
-
-unsafe fn at_mut<'a, T>(argument: &[u8], count: usize) -> &'a mut [T] {
-    if count == 0 {
-        &mut []
-    } else {
-        std::slice::from_raw_parts_mut(word(argument) as *mut T, count)
-    }
-}
-
-fn combine<T: Number>(a: &[Vec<u8>]) {
-    let (ranks, count) = (word(&a[1]) as usize, word(&a[2]) as usize);
-    let largest = i32::from_le_bytes(a[3][..4].try_into().expect("four bytes")) != 0;
+fn all() -> &'static [Kernel] {
+    let mut count = 0;
     unsafe {
-        let parts: Vec<&[T]> = at::<u64>(&a[0], ranks).iter().map(|part| at(&part.to_le_bytes(), count)).collect();
-        for (i, out) in at_mut::<T>(&a[4], count).iter_mut().enumerate() {
-            let mut value = parts[0][i].get();
-            for part in &parts[1..] {
-                let next = part[i].get();
-                if !largest {
-                    value = T::accumulate(value + next);
-                } else if next > value || next.is_nan() {
-                    value = next;
-                }
+        let first = cuda_sim_kernels(&mut count);
+        std::slice::from_raw_parts(first, count)
+    }
+}
+
+/// The kernel of that name.
+pub fn find(name: &str) -> Option<&'static Kernel> {
+    all().iter().find(|kernel| kernel.name() == name)
+}
+
+impl Kernel {
+    fn name(&self) -> &'static str {
+        unsafe { CStr::from_ptr(self.name) }.to_str().expect("kernels are named in ASCII")
+    }
+
+    fn sizes(&self) -> &'static [u32] {
+        unsafe { std::slice::from_raw_parts(self.sizes, self.parameters as usize) }
+    }
+
+    /// Runs the kernel over a grid of blocks; its arguments come as bytes.
+    pub fn run(&self, arguments: &[Vec<u8>], grid: u32, block: u32) {
+        // In words, so that each is aligned for what it holds.
+        let mut words: Vec<Vec<u64>> = arguments
+            .iter()
+            .map(|bytes| {
+                let padded = bytes.chunks(8).map(|chunk| {
+                    let mut word = [0; 8];
+                    word[..chunk.len()].copy_from_slice(chunk);
+                    u64::from_ne_bytes(word)
+                });
+                padded.collect()
+            })
+            .collect();
+        let mut pointers: Vec<*mut c_void> = words.iter_mut().map(|words| words.as_mut_ptr().cast()).collect();
+        (self.launch)(pointers.as_mut_ptr(), grid, block)
+    }
+
+    /// What a launch reads and writes.
+    pub fn touches(&self, arguments: &[Vec<u8>]) -> Vec<Access> {
+        let name = self.name();
+        let a = Arguments(arguments);
+        let base = BASES.iter().find(|base| name.strip_prefix(**base).is_some_and(|rest| rest.starts_with('_')));
+        let base = *base.unwrap_or_else(|| panic!("cuda-sim: kernel {name}: what does it touch? see kernels.rs"));
+        let mut dtypes = name[base.len() + 1..].split('_').map(|dtype| match dtype {
+            "f64" | "i64" => 8,
+            "f32" => 4,
+            _ => 2,
+        });
+        let from: usize = dtypes.next().expect("a kernel's name ends in its dtype");
+        let (to, wide) = (dtypes.next().unwrap_or(from), from.max(4));
+        match base {
+            "combine" => {
+                let bytes = a.len(2) * from;
+                let mut touched: Vec<Access> = (0..a.len(1)).map(|rank| reads(a.word(0, rank), bytes)).collect();
+                touched.push(writes(a.at(4), bytes));
+                touched
             }
-            *out = T::put(value);
+            "add_bias" => vec![reads(a.at(0), a.len(1) * from), writes(a.at(2), a.len(3) * from)],
+            "add_column_sums" => {
+                vec![reads(a.at(0), a.len(1) * a.len(2) * from), writes(a.at(3), a.len(2) * wide)]
+            }
+            "scaled_add" => vec![reads(a.at(1), a.len(3) * from), writes(a.at(2), a.len(3) * to)],
+            "cast" => vec![reads(a.at(0), a.len(2) * from), writes(a.at(1), a.len(2) * to)],
+            "find_outside" => vec![reads(a.at(0), a.len(1) * 8), writes(a.at(5), 8)],
+            "gather_rows" => vec![
+                reads(a.at(0), a.len(1) * a.len(2) * from),
+                reads(a.at(3), a.len(4) * 8),
+                writes(a.at(6), a.len(4) * a.len(2) * from),
+            ],
+            "scatter_add_rows" => vec![
+                reads(a.at(0), a.len(1) * a.len(3) * from),
+                reads(a.at(2), a.len(3) * 8),
+                writes(a.at(6), a.len(7) * a.len(1) * wide),
+            ],
+            "row_max" => {
+                vec![reads(a.at(0), a.len(1) * a.len(2) * from), writes(a.at(4), a.len(1) * wide)]
+            }
+            "softmax_sums" => {
+                let mut touched = a.part(from);
+                touched.push(writes(a.at(1), 3 * a.word(0, 1) * wide));
+                touched
+            }
+            "cross_entropy_loss" => vec![
+                reads(a.at(1), a.len(4) * 8),
+                reads(a.at(2), a.len(4) * wide),
+                reads(a.at(3), 3 * a.len(4) * wide),
+                writes(a.at(5), a.len(4) * wide),
+            ],
+            _ => {
+                let (mut touched, rows) = (a.part(from), a.word(0, 1));
+                touched.push(reads(a.at(2), 3 * rows * wide));
+                touched.push(reads(a.at(3), rows * wide));
+                touched.push(writes(a.at(4), rows * a.word(0, 2) * from));
+                touched
+            }
         }
     }
 }
 
-fn add_bias<T: Number>(a: &[Vec<u8>]) {
-    let (width, count) = (word(&a[1]) as usize, word(&a[3]) as usize);
-    unsafe {
-        let bias = at::<T>(&a[0], width);
-        for (i, row) in at_mut::<T>(&a[2], count).iter_mut().enumerate() {
-            *row = T::put(row.get() + bias[i % width].get());
-        }
+const BASES: [&str; 12] = [
+    "combine",
+    "add_bias",
+    "add_column_sums",
+    "scaled_add",
+    "cast",
+    "find_outside",
+    "gather_rows",
+    "scatter_add_rows",
+    "row_max",
+    "softmax_sums",
+    "cross_entropy_loss",
+    "cross_entropy_grad",
+];
+
+/// A launch's arguments.
+struct Arguments<'a>(&'a [Vec<u8>]);
+impl Arguments<'_> {
+    /// The `index`-th word of one.
+    fn word(&self, argument: usize, index: usize) -> usize {
+        let bytes = &self.0[argument][8 * index..8 * index + 8];
+        u64::from_le_bytes(bytes.try_into().expect("eight bytes")) as usize
+    }
+    /// One that is an address.
+    fn at(&self, argument: usize) -> usize {
+        self.word(argument, 0)
+    }
+    /// One that is a count.
+    fn len(&self, argument: usize) -> usize {
+        self.word(argument, 0)
+    }
+    /// The `Part` that comes first: logits, targets, maxima.
+    fn part(&self, size: usize) -> Vec<Access> {
+        let [logits, rows, width] = [0, 1, 2].map(|index| self.word(0, index));
+        vec![
+            reads(logits, rows * width * size),
+            reads(self.word(0, 5), rows * 8),
+            reads(self.word(0, 6), rows * size.max(4)),
+        ]
     }
 }
 
-fn add_column_sums<T: Number, W: Number>(a: &[Vec<u8>]) {
-    let (height, width) = (word(&a[1]) as usize, word(&a[2]) as usize);
-    unsafe {
-        let rows = at::<T>(&a[0], height * width);
-        for (c, out) in at_mut::<W>(&a[3], width).iter_mut().enumerate() {
-            let sum = (0..height).fold(0.0, |sum, r| T::accumulate(sum + rows[r * width + c].get()));
-            *out = W::put(out.get() + sum);
-        }
-    }
-}
-
-fn scaled_add<S: Number, T: Number>(a: &[Vec<u8>]) {
-    let (factor, count) = (f64::from_bits(word(&a[0])), word(&a[3]) as usize);
-    unsafe {
-        for (target, source) in at_mut::<T>(&a[2], count).iter_mut().zip(at::<S>(&a[1], count)) {
-            *target = T::put(target.get() + factor * source.get());
-        }
-    }
-}
-
-fn cast<S: Number, T: Number>(a: &[Vec<u8>]) {
-    let count = word(&a[2]) as usize;
-    unsafe {
-        for (target, source) in at_mut::<T>(&a[1], count).iter_mut().zip(at::<S>(&a[0], count)) {
-            *target = T::put(source.get());
-        }
-    }
-}
-
-/// The kernels by name, with the PTX types of their parameters.
-fn all() -> Vec<(String, &'static [&'static str], Body)> {
-    let mut kernels: Vec<(String, &'static [&'static str], Body)> = Vec::new();
-    macro_rules! from {
-        ($from:literal, $s:ty, $wide:ty) => {
-            kernels.push((format!("combine_{}", $from), &["u64", "u64", "u64", "u32", "u64"], Box::new(combine::<$s>)));
-            kernels.push((format!("add_bias_{}", $from), &["u64"; 4], Box::new(add_bias::<$s>)));
-            kernels.push((
-                format!("add_column_sums_{}", $from),
-                &["u64"; 4],
-                Box::new(add_column_sums::<$s, $wide>),
-            ));
-            from!(@to $from, $s, "f32", f32);
-            from!(@to $from, $s, "f64", f64);
-            from!(@to $from, $s, "bf16", bf16);
-            from!(@to $from, $s, "f16", f16);
-        };
-        (@to $from:literal, $s:ty, $to:literal, $t:ty) => {
-            kernels.push((format!("scaled_add_{}_{}", $from, $to), &["f64", "u64", "u64", "u64"], Box::new(scaled_add::<$s, $t>)));
-            kernels.push((format!("cast_{}_{}", $from, $to), &["u64"; 3], Box::new(cast::<$s, $t>)));
-        };
-    }
-    from!("f32", f32, f32);
-    from!("f64", f64, f64);
-    from!("bf16", bf16, f32);
-    from!("f16", f16, f32);
-    kernels
-}
-
-/// The body of a kernel.
-pub fn find(name: &str) -> Option<Body> {
-    all().into_iter().find(|(known, ..)| known == name).map(|(.., body)| body)
-}
-
-/// PTX-like text that declares those kernels whose base names a source defines.
+/// PTX-like text that declares the kernels, if a source is theirs.
 pub fn declare(source: &str) -> String {
-    let bases = ["combine", "add_bias", "add_column_sums", "scaled_add", "cast"];
-    let known = all()
-        .into_iter()
-        .filter(|(name, ..)| bases.iter().any(|base| name.starts_with(base) && source.contains(&format!("{base}_##"))));
+    let known =
+        all().iter().filter(|kernel| BASES.iter().any(|base| kernel.name().starts_with(base) && source.contains(base)));
     known
-        .map(|(name, parameters, _)| {
-            let parameters: Vec<String> = parameters.iter().map(|kind| format!(".param .{kind} p")).collect();
-            format!(".visible .entry {name}(\n{}\n)\n{{ }}\n", parameters.join(",\n"))
+        .map(|kernel| {
+            let parameters: Vec<String> =
+                kernel.sizes().iter().map(|size| format!(".param .align 8 .b8 p[{size}]")).collect();
+            format!(".visible .entry {}(\n{}\n)\n{{ }}\n", kernel.name(), parameters.join(",\n"))
         })
         .collect()
 }

@@ -21,3 +21,4 @@ mod gemm;
 mod kernels;
 mod nccl;
 mod nvrtc;
+mod races;

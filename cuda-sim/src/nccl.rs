@@ -1,13 +1,18 @@
-//! NCCL inside one process: every rank's collective runs on its stream's worker and meets the others in a slot.
-use crate::core::{check_dev, cur_dev, env, lock, new_handle, stream, Stream};
+//! NCCL inside one process: every rank's part runs on its stream's worker and meets the others' under the clique's lock.
+//!
+//! As strict as the real one where its callers err: a communicator that does not block is used only once it says so, its launches
+//! happen on a thread of its own, a first transfer between two ranks waits until both have come, a send ends only when it has been
+//! received, and a rank that aborts tells nobody: the others wait until they abort too.
+use crate::core::{check_dev, cur_dev, env, lock, new_handle, stream, Caller, Jitter, Stream, Worker};
+use crate::races::{reads, writes, Clock};
 use cudarc::nccl::sys as nc;
 use half::{bf16, f16};
-use nc::{cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
+use nc::{cudaStream_t, ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
 use ncclResult_t::*;
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::ffi::{c_char, c_int, c_void};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -29,21 +34,51 @@ struct Desc {
     send: usize,
     recv: usize,
 }
+impl Desc {
+    fn same(&self, other: &Desc) -> bool {
+        let of = |d: &Desc| (d.count, d.ty as u32, d.op as u32);
+        self.kind == other.kind && of(self) == of(other)
+    }
+    /// Bytes that `rank` of `n` reads and writes.
+    fn bytes(&self, rank: usize, n: usize) -> (usize, usize) {
+        let bytes = self.count * size(self.ty);
+        match self.kind {
+            Kind::AllGather => (bytes, bytes * n),
+            Kind::ReduceScatter => (bytes * n, bytes),
+            Kind::AllReduce => (bytes, bytes),
+            Kind::Broadcast(root) => (if root as usize == rank { bytes } else { 0 }, bytes),
+            Kind::Reduce(root) => (bytes, if root as usize == rank { bytes } else { 0 }),
+        }
+    }
+}
+
+/// A collective that ranks arrive at.
 #[derive(Default)]
 struct Slot {
-    got: Vec<Option<Desc>>,
+    got: Vec<Option<(Desc, Clock)>>,
     issued: Vec<(usize, ThreadId)>,
-    done: bool,
+    /// What each rank learns by it.
+    done: Option<Vec<Clock>>,
     left: usize,
 }
+/// A send that has not been received.
+struct Message {
+    at: usize,
+    len: usize,
+    clock: Clock,
+    taken: Arc<AtomicBool>,
+}
+/// Color and key of each rank that has called a split.
+type Choices = Vec<Option<(c_int, c_int)>>;
+
 #[derive(Default)]
 struct Inner {
     joined: Vec<bool>,
     slots: BTreeMap<u64, Slot>,
-    mail: HashMap<(usize, usize), VecDeque<Vec<u8>>>, // (from, to) -> messages
-    splits: BTreeMap<u64, Vec<Option<(c_int, c_int)>>>,
+    mail: HashMap<(usize, usize), VecDeque<Message>>, // by sender and receiver
+    met: HashSet<(usize, usize)>,
+    splits: BTreeMap<u64, Choices>,
     split_made: HashMap<(u64, c_int), Arc<Clique>>,
-    error: Option<ncclResult_t>,
 }
 struct Clique {
     n: usize,
@@ -52,75 +87,248 @@ struct Clique {
 }
 impl Clique {
     fn new(n: usize) -> Arc<Self> {
-        Arc::new(Clique {
-            n,
-            m: Mutex::new(Inner { joined: vec![false; n], ..Default::default() }),
-            cv: Condvar::new(),
-        })
+        let inner = Inner { joined: vec![false; n], ..Default::default() };
+        Arc::new(Clique { n, m: Mutex::new(inner), cv: Condvar::new() })
     }
-    fn fail(&self, g: &mut Inner, e: ncclResult_t, msg: String) {
-        eprintln!("fakenccl: {msg}");
-        *lock(&LAST) = format!("{msg}\0");
-        g.error.get_or_insert(e);
-        self.cv.notify_all();
+    /// One whose ranks are all there.
+    fn whole(n: usize) -> Arc<Self> {
+        let clique = Self::new(n);
+        lock(&clique.m).joined.fill(true);
+        clique
     }
-    /// Waits until `f` holds, an error is set, or the time-out passes (then sets an error).
-    fn wait_for(&self, what: &str, mut f: impl FnMut(&mut Inner) -> bool) -> bool {
-        let end = Instant::now() + Duration::from_millis(env("CUDA_SIM_NCCL_TIMEOUT_MS", 20_000));
-        let mut g = lock(&self.m);
+}
+
+/// What a rank says to nobody but whoever reads stderr, and in its last error.
+fn complain(text: String) {
+    eprintln!("cuda-sim: NCCL: {text}");
+    *lock(&LAST) = format!("{text}\0");
+}
+
+struct Comm {
+    clique: Arc<Clique>,
+    rank: usize,
+    dev: usize,
+    blocking: bool,
+    seq: AtomicU64,
+    splits: AtomicU64,
+    groups: AtomicU64,
+    /// Threads of its own that still work.
+    busy: AtomicUsize,
+    /// Jobs that are queued or run.
+    pending: AtomicUsize,
+    finalized: AtomicBool,
+    aborted: AtomicBool,
+    error: Mutex<Option<ncclResult_t>>,
+}
+impl Comm {
+    fn add(clique: Arc<Clique>, rank: usize, dev: usize, blocking: bool) -> ncclComm_t {
+        let comm = Comm {
+            clique,
+            rank,
+            dev,
+            blocking,
+            seq: AtomicU64::new(0),
+            splits: AtomicU64::new(0),
+            groups: AtomicU64::new(0),
+            busy: AtomicUsize::new(0),
+            pending: AtomicUsize::new(0),
+            finalized: AtomicBool::new(false),
+            aborted: AtomicBool::new(false),
+            error: Mutex::new(None),
+        };
+        let handle = new_handle();
+        lock(comms()).insert(handle, Arc::new(comm));
+        handle as ncclComm_t
+    }
+
+    /// Waits until `f` finds something; `None` once this rank has aborted, or when the simulator's own patience is over.
+    fn wait<T>(&self, what: &str, mut f: impl FnMut(&mut Inner) -> Option<T>) -> Option<T> {
+        let end = Instant::now() + Duration::from_millis(env("CUDA_SIM_NCCL_TIMEOUT_MS", 600_000));
+        let mut inner = lock(&self.clique.m);
         loop {
-            if g.error.is_some() {
-                return false;
+            if self.aborted.load(Ordering::SeqCst) {
+                return None;
             }
-            if f(&mut g) {
-                return true;
+            if let Some(found) = f(&mut inner) {
+                return Some(found);
             }
             let now = Instant::now();
             if now >= end {
-                self.fail(&mut g, ncclTimeout, format!("time-out: {what}"));
-                return false;
+                drop(inner);
+                complain(format!("rank {} of {} waits for ever: {what}", self.rank, self.clique.n));
+                lock(&self.error).get_or_insert(ncclSystemError);
+                return None;
             }
-            g = self.cv.wait_timeout(g, end - now).unwrap_or_else(|e| e.into_inner()).0;
+            inner = self.clique.cv.wait_timeout(inner, end - now).unwrap_or_else(|e| e.into_inner()).0;
         }
     }
-    fn collective(&self, rank: usize, seq: u64, d: Desc) {
-        {
-            let mut g = lock(&self.m);
-            let n = self.n;
-            let s = g.slots.entry(seq).or_default();
-            if s.got.len() < n {
-                s.got.resize(n, None)
-            }
-            s.got[rank] = Some(d);
-            if s.got.iter().all(|x| x.is_some()) {
-                let all: Vec<Desc> = s.got.iter().map(|x| x.unwrap()).collect();
-                let same = all.iter().all(|x| {
-                    x.kind == d.kind && x.count == d.count && x.ty as u32 == d.ty as u32 && x.op as u32 == d.op as u32
-                });
-                if same {
-                    compute(&all)
-                }
-                let s = g.slots.get_mut(&seq).unwrap();
-                s.done = true;
-                s.left = n;
-                if !same {
-                    self.fail(&mut g, ncclInvalidUsage, format!("collective #{seq} differs between ranks: {all:?}"))
-                }
-                self.cv.notify_all();
+
+    /// Waits for the abort alone.
+    fn hang(&self, what: &str) {
+        self.wait::<()>(what, |_| None);
+    }
+
+    /// What `ncclCommGetAsyncError` tells.
+    fn state(&self) -> ncclResult_t {
+        if let Some(error) = *lock(&self.error) {
+            return error;
+        }
+        let busy = self.busy.load(Ordering::SeqCst) > 0
+            || !lock(&self.clique.m).joined.iter().all(|&joined| joined)
+            || (self.finalized.load(Ordering::SeqCst) && self.pending.load(Ordering::SeqCst) > 0);
+        if busy {
+            ncclInProgress
+        } else {
+            ncclSuccess
+        }
+    }
+
+    fn abort(&self) {
+        self.aborted.store(true, Ordering::SeqCst);
+        let mut inner = lock(&self.clique.m);
+        for slot in inner.slots.values_mut().filter(|slot| slot.done.is_none()) {
+            if let Some(place) = slot.got.get_mut(self.rank) {
+                *place = None
             }
         }
-        self.wait_for(&format!("rank {rank} of {} in collective #{seq} {:?} count {}", self.n, d.kind, d.count), |g| {
-            g.slots[&seq].done
+        inner.mail.retain(|&(from, _), _| from != self.rank);
+        drop(inner);
+        self.clique.cv.notify_all();
+    }
+
+    fn collective(&self, worker: &mut Worker, seq: u64, desc: Desc) {
+        let n = self.clique.n;
+        let (read, written) = desc.bytes(self.rank, n);
+        worker.touch(&[reads(desc.send, read), writes(desc.recv, written)]);
+        let mut inner = lock(&self.clique.m);
+        if self.aborted.load(Ordering::SeqCst) {
+            return;
+        }
+        let slot = inner.slots.entry(seq).or_default();
+        slot.got.resize_with(n, || None);
+        slot.got[self.rank] = Some((desc, worker.knows()));
+        if slot.got.iter().all(Option::is_some) {
+            let all: Vec<Desc> = slot.got.iter().flatten().map(|got| got.0).collect();
+            if all.iter().all(|other| other.same(&desc)) {
+                compute(&all);
+                slot.done = Some(learned(desc.kind, slot.got.iter().flatten().map(|got| &got.1).collect()));
+                slot.left = n;
+            } else {
+                // The real one hangs, or worse.
+                complain(format!("collective #{seq} differs between ranks: {all:?}"))
+            }
+            self.clique.cv.notify_all();
+        }
+        drop(inner);
+        let what = format!("collective #{seq}, {:?} of {} elements", desc.kind, desc.count);
+        let knows = self.wait(&what, |inner| {
+            let slot = inner.slots.get_mut(&seq)?;
+            let knows = slot.done.as_ref()?[self.rank].clone();
+            slot.left -= 1;
+            if slot.left == 0 {
+                inner.slots.remove(&seq);
+            }
+            Some(knows)
         });
-        let mut g = lock(&self.m);
-        if let Some(s) = g.slots.get_mut(&seq) {
-            if s.done {
-                s.left -= 1;
-                if s.left == 0 {
-                    g.slots.remove(&seq);
+        if let Some(knows) = knows {
+            worker.learn(&knows)
+        }
+    }
+
+    /// Everything of a group that is on one stream.
+    fn group(&self, worker: &mut Worker, ops: &[Op]) {
+        let which = self.groups.fetch_add(1, Ordering::SeqCst);
+        if planted("CUDA_SIM_NCCL_STALL") == Some((self.rank, which)) {
+            return self.hang("a stalled transfer");
+        }
+        if planted("CUDA_SIM_NCCL_FAIL") == Some((self.rank, which)) {
+            complain(format!("rank {}: a failure as asked for", self.rank));
+            *lock(&self.error) = Some(ncclRemoteError);
+            return self.hang("a failed transfer");
+        }
+        // Sends are there before anything waits.
+        let mut sent = Vec::new();
+        for op in ops {
+            match *op {
+                Op::Send { to, at, len } => {
+                    worker.touch(&[reads(at, len)]);
+                    let taken = Arc::new(AtomicBool::new(false));
+                    sent.push((to, Arc::clone(&taken)));
+                    let mut inner = lock(&self.clique.m);
+                    if !self.aborted.load(Ordering::SeqCst) {
+                        let message = Message { at, len, clock: worker.knows(), taken };
+                        inner.mail.entry((self.rank, to)).or_default().push_back(message);
+                        self.clique.cv.notify_all();
+                    }
                 }
+                Op::Recv { at, len, .. } => worker.touch(&[writes(at, len)]),
+                Op::Coll(..) => {}
             }
         }
+        for op in ops {
+            match *op {
+                Op::Coll(seq, desc) => self.collective(worker, seq, desc),
+                Op::Recv { from, at, len } => {
+                    let knows = self.wait(&format!("a receive from rank {from}"), |inner| {
+                        let message = inner.mail.get_mut(&(from, self.rank))?.pop_front()?;
+                        if message.len != len {
+                            complain(format!("a send of {} bytes met a receive of {len}", message.len));
+                        }
+                        // SAFETY (of what it does): the sender waits until its message has been taken.
+                        store(at, &bytes(message.at, message.len.min(len)));
+                        message.taken.store(true, Ordering::SeqCst);
+                        self.clique.cv.notify_all();
+                        Some(message.clock)
+                    });
+                    if let Some(knows) = knows {
+                        worker.learn(&knows)
+                    }
+                }
+                Op::Send { .. } => {}
+            }
+        }
+        for (to, taken) in sent {
+            self.wait(&format!("a send to rank {to}"), |_| taken.load(Ordering::SeqCst).then_some(()));
+        }
+        std::thread::sleep(Duration::from_micros(env("CUDA_SIM_LINK_US", 0)));
+    }
+
+    /// A first transfer between two ranks connects them, for which both must come.
+    fn connect(&self, ops: &[Op]) {
+        let others = ops.iter().flat_map(|op| match *op {
+            Op::Coll(..) => 0..self.clique.n,
+            Op::Send { to: peer, .. } | Op::Recv { from: peer, .. } => peer..peer + 1,
+        });
+        let others: Vec<usize> = others.filter(|&other| other != self.rank).collect();
+        let mut inner = lock(&self.clique.m);
+        let before = inner.met.len();
+        inner.met.extend(others.iter().map(|&other| (self.rank, other)));
+        if inner.met.len() > before {
+            self.clique.cv.notify_all();
+        }
+        drop(inner);
+        self.wait("a connection", |inner| {
+            others.iter().all(|&other| inner.met.contains(&(other, self.rank))).then_some(())
+        });
+    }
+}
+
+/// A rank and the number of its group, from the environment.
+fn planted(name: &str) -> Option<(usize, u64)> {
+    let text = std::env::var(name).ok()?;
+    let (rank, which) = text.split_once(':')?;
+    Some((rank.parse().ok()?, which.parse().ok()?))
+}
+
+/// What each rank knows after a collective: that those whose data it has got had begun.
+fn learned(kind: Kind, begun: Vec<&Clock>) -> Vec<Clock> {
+    let mut all = Clock::default();
+    begun.iter().for_each(|clock| all.join(clock));
+    let ranks = 0..begun.len();
+    match kind {
+        Kind::AllGather | Kind::ReduceScatter | Kind::AllReduce => vec![all; begun.len()],
+        Kind::Broadcast(root) => vec![begun[root as usize].clone(); begun.len()],
+        Kind::Reduce(root) => ranks.map(|r| if r == root as usize { all.clone() } else { Clock::default() }).collect(),
     }
 }
 
@@ -150,20 +358,9 @@ fn reduce(all: &[Desc], off: usize, n: usize) -> Vec<u8> {
                     let b = at(d);
                     a = match op {
                         ncclRedOp_t::ncclProd => a * b,
-                        ncclRedOp_t::ncclMax => {
-                            if b > a {
-                                b
-                            } else {
-                                a
-                            }
-                        }
-                        ncclRedOp_t::ncclMin => {
-                            if b < a {
-                                b
-                            } else {
-                                a
-                            }
-                        }
+                        ncclRedOp_t::ncclMax if b > a => b,
+                        ncclRedOp_t::ncclMin if b < a => b,
+                        ncclRedOp_t::ncclMax | ncclRedOp_t::ncclMin => a,
                         _ => a + b,
                     }
                 }
@@ -224,13 +421,6 @@ fn compute(all: &[Desc]) {
     }
 }
 
-struct Comm {
-    clique: Arc<Clique>,
-    rank: usize,
-    dev: usize,
-    seq: AtomicU64,
-    splits: AtomicU64,
-}
 fn comms() -> &'static Mutex<HashMap<usize, Arc<Comm>>> {
     static C: OnceLock<Mutex<HashMap<usize, Arc<Comm>>>> = OnceLock::new();
     C.get_or_init(Default::default)
@@ -244,12 +434,12 @@ static NEXT_ID: AtomicUsize = AtomicUsize::new(1);
 thread_local! {
     static DEPTH: Cell<usize> = const { Cell::new(0) };
     static PENDING: RefCell<Vec<Pending>> = const { RefCell::new(Vec::new()) };
-    static JOINING: RefCell<Vec<Arc<Clique>>> = const { RefCell::new(Vec::new()) };
+    static JOINING: RefCell<Vec<Arc<Comm>>> = const { RefCell::new(Vec::new()) };
 }
 enum Op {
     Coll(u64, Desc),
-    Send { to: usize, p: usize, n: usize },
-    Recv { from: usize, p: usize, n: usize },
+    Send { to: usize, at: usize, len: usize },
+    Recv { from: usize, at: usize, len: usize },
 }
 struct Pending {
     comm: Arc<Comm>,
@@ -259,76 +449,70 @@ struct Pending {
 fn comm(c: ncclComm_t) -> Option<Arc<Comm>> {
     lock(comms()).get(&(c as usize)).cloned()
 }
-fn add_comm(clique: Arc<Clique>, rank: usize, dev: usize) -> ncclComm_t {
-    let h = new_handle();
-    lock(comms()).insert(h, Arc::new(Comm { clique, rank, dev, seq: AtomicU64::new(0), splits: AtomicU64::new(0) }));
-    h as ncclComm_t
+
+/// Queues one communicator's part of a group.
+fn launch(comm: &Arc<Comm>, st: &Stream, caller: Caller, ops: Vec<Op>) {
+    comm.connect(&ops);
+    let comm = Arc::clone(comm);
+    st.push_from(caller, move |worker| {
+        comm.group(worker, &ops);
+        comm.pending.fetch_sub(1, Ordering::SeqCst);
+    });
 }
-fn launch(ps: Vec<Pending>) {
-    // group by stream: sends are posted before anything waits, as one fused NCCL launch would make progress
-    let mut by: Vec<(Arc<Stream>, Vec<Pending>)> = vec![];
-    for p in ps {
-        match by.iter_mut().find(|b| Arc::ptr_eq(&b.0, &p.st)) {
-            Some(b) => b.1.push(p),
-            None => by.push((p.st.clone(), vec![p])),
+
+fn launch_all(pending: Vec<Pending>) -> ncclResult_t {
+    let mut groups: Vec<(Arc<Comm>, Arc<Stream>, Vec<Op>)> = Vec::new();
+    for Pending { comm, st, op } in pending {
+        match groups.iter_mut().find(|group| Arc::ptr_eq(&group.0, &comm) && Arc::ptr_eq(&group.1, &st)) {
+            Some(group) => group.2.push(op),
+            None => groups.push((comm, st, vec![op])),
         }
     }
-    for (st, ps) in by {
-        let label = ps
-            .iter()
-            .map(|p| match &p.op {
-                Op::Coll(s, d) => format!("{:?}#{s}", d.kind),
-                Op::Send { to, .. } => format!("send>{to}"),
-                Op::Recv { from, .. } => format!("recv<{from}"),
-            })
-            .collect::<Vec<_>>()
-            .join("+");
-        st.push(format!("nccl:{label}"), move || {
-            for p in &ps {
-                if let Op::Send { to, p: ptr, n } = p.op {
-                    let mut g = lock(&p.comm.clique.m);
-                    g.mail.entry((p.comm.rank, to)).or_default().push_back(bytes(ptr, n));
-                    p.comm.clique.cv.notify_all();
-                }
-            }
-            for p in &ps {
-                let c = &p.comm;
-                match p.op {
-                    Op::Coll(seq, d) => c.clique.collective(c.rank, seq, d),
-                    Op::Recv { from, p: ptr, n } => {
-                        let mut v = None;
-                        c.clique.wait_for(&format!("rank {} recv from {from}", c.rank), |g| {
-                            v = g.mail.get_mut(&(from, c.rank)).and_then(|q| q.pop_front());
-                            v.is_some()
-                        });
-                        if let Some(v) = v {
-                            if v.len() == n {
-                                store(ptr, &v)
-                            } else {
-                                let mut g = lock(&c.clique.m);
-                                c.clique.fail(
-                                    &mut g,
-                                    ncclInvalidUsage,
-                                    format!("send of {} bytes met recv of {n}", v.len()),
-                                )
-                            }
-                        }
-                    }
-                    Op::Send { .. } => {}
-                }
-            }
+    let mut result = ncclSuccess;
+    let mut threads = Vec::new();
+    for (comm, st, ops) in groups {
+        let label = ops.iter().map(|op| match op {
+            Op::Coll(seq, desc) => format!("{:?}#{seq}", desc.kind),
+            Op::Send { to, .. } => format!("send>{to}"),
+            Op::Recv { from, .. } => format!("recv<{from}"),
         });
+        let caller = st.caller(format!("nccl:{}", label.collect::<Vec<_>>().join("+")));
+        comm.pending.fetch_add(1, Ordering::SeqCst);
+        comm.busy.fetch_add(1, Ordering::SeqCst);
+        let blocking = comm.blocking;
+        // Each on its own: within a group nobody waits for what is to come.
+        let thread = std::thread::spawn(move || {
+            static LAUNCHES: AtomicUsize = AtomicUsize::new(0);
+            if !comm.blocking {
+                Jitter::new(1000 + LAUNCHES.fetch_add(1, Ordering::Relaxed)).pause()
+            }
+            launch(&comm, &st, caller, ops);
+            comm.busy.fetch_sub(1, Ordering::SeqCst);
+        });
+        if blocking {
+            threads.push(thread)
+        } else {
+            result = ncclInProgress
+        }
     }
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    result
 }
+
 fn submit(c: ncclComm_t, st: cudaStream_t, mk: impl FnOnce(&Comm) -> Result<Op, ncclResult_t>) -> ncclResult_t {
     let Some(c) = comm(c) else { return ncclInvalidArgument };
     let Ok(s) = stream(st as usize) else { return ncclUnhandledCudaError };
     if s.dev != c.dev {
-        eprintln!("fakenccl: stream of device {} used with communicator of device {}", s.dev, c.dev);
+        complain(format!("a stream of device {} was used with a communicator of device {}", s.dev, c.dev));
         return ncclInvalidUsage;
     }
-    if let Some(e) = lock(&c.clique.m).error {
-        return e;
+    match c.state() {
+        ncclSuccess if !c.finalized.load(Ordering::SeqCst) => {}
+        ncclSuccess | ncclInProgress => {
+            complain("a communicator was used before it had done what was called last".into());
+            return ncclInvalidArgument;
+        }
+        error => return error,
     }
     let op = match mk(&c) {
         Ok(op) => op,
@@ -338,26 +522,22 @@ fn submit(c: ncclComm_t, st: cudaStream_t, mk: impl FnOnce(&Comm) -> Result<Op, 
     if let (Op::Coll(seq, _), false) = (&op, grouped) {
         // one host thread driving two ranks of a clique outside a group may hang with the real library
         let me = std::thread::current().id();
-        let mut g = lock(&c.clique.m);
-        let sl = g.slots.entry(*seq).or_default();
-        let twice = sl.issued.iter().any(|&(r, t)| r != c.rank && t == me);
-        sl.issued.push((c.rank, me));
+        let mut inner = lock(&c.clique.m);
+        let slot = inner.slots.entry(*seq).or_default();
+        let twice = slot.issued.iter().any(|&(r, t)| r != c.rank && t == me);
+        slot.issued.push((c.rank, me));
         if twice && env("CUDA_SIM_NCCL_STRICT", 1) == 1 {
-            c.clique.fail(
-                &mut g,
-                ncclInvalidUsage,
-                format!("one thread issued collective #{seq} for two ranks outside ncclGroupStart/End"),
-            );
+            complain(format!("one thread issued collective #{seq} for two ranks outside ncclGroupStart/End"));
             return ncclInvalidUsage;
         }
     }
-    let p = Pending { comm: c, st: s, op };
+    let pending = Pending { comm: c, st: s, op };
     if grouped {
-        PENDING.with(|q| q.borrow_mut().push(p))
+        PENDING.with(|q| q.borrow_mut().push(pending));
+        ncclSuccess
     } else {
-        launch(vec![p])
+        launch_all(vec![pending])
     }
-    ncclSuccess
 }
 fn coll(
     kind: Kind,
@@ -370,44 +550,71 @@ fn coll(
     st: cudaStream_t,
 ) -> ncclResult_t {
     submit(c, st, |c| {
-        let (n, sz) = (c.clique.n, size(ty));
-        let (sb, rb) = match kind {
-            Kind::AllGather => (count * sz, count * sz * n),
-            Kind::ReduceScatter => (count * sz * n, count * sz),
-            _ => (count * sz, count * sz),
-        };
-        let need_send = !matches!(kind, Kind::Broadcast(r) if r as usize != c.rank);
-        let need_recv = !matches!(kind, Kind::Reduce(r) if r as usize != c.rank);
+        let desc = Desc { kind, count, ty, op, send: send as usize, recv: recv as usize };
+        let (read, written) = desc.bytes(c.rank, c.clique.n);
         let bad = |p: usize, n: usize| n > 0 && !check_dev(p, n).is_ok_and(|d| d == c.dev);
-        if (need_send && bad(send as usize, sb)) || (need_recv && bad(recv as usize, rb)) {
+        if bad(desc.send, read) || bad(desc.recv, written) {
             return Err(ncclInvalidArgument);
         }
-        Ok(Op::Coll(
-            c.seq.fetch_add(1, Ordering::Relaxed),
-            Desc { kind, count, ty, op, send: send as usize, recv: recv as usize },
-        ))
+        Ok(Op::Coll(c.seq.fetch_add(1, Ordering::Relaxed), desc))
     })
 }
-fn join(clique: &Arc<Clique>, rank: usize) -> ncclResult_t {
-    {
-        let mut g = lock(&clique.m);
-        if rank >= clique.n || g.joined[rank] {
-            return ncclInvalidArgument;
+fn pair(
+    at: usize,
+    len: usize,
+    peer: c_int,
+    c: ncclComm_t,
+    st: cudaStream_t,
+    mk: impl FnOnce(usize) -> Op,
+) -> ncclResult_t {
+    submit(c, st, |c| {
+        let there = len == 0 || check_dev(at, len).is_ok_and(|dev| dev == c.dev);
+        if !there || peer < 0 || peer as usize >= c.clique.n {
+            return Err(ncclInvalidArgument);
         }
-        g.joined[rank] = true;
-        clique.cv.notify_all();
-    }
-    if DEPTH.get() > 0 {
-        JOINING.with(|j| j.borrow_mut().push(clique.clone()));
-        return ncclSuccess;
-    }
-    if clique.wait_for("ncclCommInitRank", |g| g.joined.iter().all(|&j| j)) {
+        Ok(mk(peer as usize))
+    })
+}
+fn joined(comm: &Comm) -> ncclResult_t {
+    let all = comm.wait("the other ranks' ncclCommInitRank", |inner| inner.joined.iter().all(|&j| j).then_some(()));
+    if all.is_some() {
         ncclSuccess
     } else {
-        ncclTimeout
+        ncclSystemError
     }
 }
+/// Whether calls on a communicator of that configuration block.
+unsafe fn blocks(config: *const ncclConfig_t) -> bool {
+    config.is_null() || (*config).blocking != 0
+}
 const SUM: ncclRedOp_t = ncclRedOp_t::ncclSum;
+
+/// The group that a rank is in after a split: once all have chosen.
+fn split(comm: &Comm, seq: u64, color: c_int) -> Option<(Arc<Clique>, usize)> {
+    comm.wait("the other ranks' ncclCommSplit", |inner| inner.splits[&seq].iter().all(Option::is_some).then_some(()))?;
+    let mut inner = lock(&comm.clique.m);
+    let chosen = inner.splits[&seq].iter().enumerate();
+    let mut members: Vec<(c_int, usize)> =
+        chosen.filter_map(|(rank, choice)| choice.filter(|c| c.0 == color).map(|c| (c.1, rank))).collect();
+    members.sort();
+    let rank = members.iter().position(|m| m.1 == comm.rank)?;
+    let made = inner.split_made.entry((seq, color)).or_insert_with(|| Clique::whole(members.len()));
+    Some((Arc::clone(made), rank))
+}
+
+fn error_text(e: ncclResult_t) -> &'static std::ffi::CStr {
+    match e {
+        ncclSuccess => c"no error",
+        ncclUnhandledCudaError => c"unhandled cuda error",
+        ncclSystemError => c"unhandled system error",
+        ncclInternalError => c"internal error",
+        ncclInvalidArgument => c"invalid argument",
+        ncclInvalidUsage => c"invalid usage",
+        ncclRemoteError => c"remote process exited or there was a network error",
+        ncclInProgress => c"NCCL operation in progress",
+        _ => c"unknown result code",
+    }
+}
 
 export! {
     nc::ncclGetVersion(v: *mut c_int) -> ncclResult_t { *v = 23000; ncclSuccess }
@@ -418,63 +625,104 @@ export! {
         id.write(ncclUniqueId { internal: b });
         ncclSuccess
     }
-    nc::ncclCommInitRank(c: *mut ncclComm_t, n: c_int, id: ncclUniqueId, rank: c_int) -> ncclResult_t {
+    nc::ncclCommInitRank(c: *mut ncclComm_t, n: c_int, id: ncclUniqueId, rank: c_int) -> ncclResult_t { ncclCommInitRankConfig(c, n, id, rank, std::ptr::null_mut()) }
+    nc::ncclCommInitRankConfig(c: *mut ncclComm_t, n: c_int, id: ncclUniqueId, rank: c_int, cfg: *mut ncclConfig_t) -> ncclResult_t {
         let mut k = [0u8; 8];
         for (to, from) in k.iter_mut().zip(id.internal) { *to = from as u8 }
+        if n < 1 || rank < 0 || rank >= n { return ncclInvalidArgument }
         let clique = lock(ids()).entry(u64::from_le_bytes(k)).or_insert_with(|| Clique::new(n as usize)).clone();
         if clique.n != n as usize { return ncclInvalidArgument }
         let Ok(dev) = cur_dev() else { return ncclUnhandledCudaError };
-        *c = add_comm(clique.clone(), rank as usize, dev);
-        join(&clique, rank as usize)
+        {
+            let mut inner = lock(&clique.m);
+            if std::mem::replace(&mut inner.joined[rank as usize], true) { return ncclInvalidArgument }
+        }
+        *c = Comm::add(clique.clone(), rank as usize, dev, blocks(cfg));
+        clique.cv.notify_all();
+        let Some(new) = comm(*c) else { return ncclInternalError };
+        if !new.blocking { return ncclInProgress }
+        if DEPTH.get() > 0 { JOINING.with(|j| j.borrow_mut().push(new)); return ncclSuccess }
+        joined(&new)
     }
-    nc::ncclCommInitRankConfig(c: *mut ncclComm_t, n: c_int, id: ncclUniqueId, rank: c_int, _cfg: *mut nc::ncclConfig_t) -> ncclResult_t { ncclCommInitRank(c, n, id, rank) }
     nc::ncclCommInitAll(c: *mut ncclComm_t, n: c_int, devs: *const c_int) -> ncclResult_t {
-        let clique = Clique::new(n as usize);
+        let clique = Clique::whole(n as usize);
         for r in 0..n as usize {
             let dev = if devs.is_null() { r } else { *devs.add(r) as usize };
             if dev >= crate::core::n_devices() { return ncclInvalidArgument }
-            *c.add(r) = add_comm(clique.clone(), r, dev);
+            *c.add(r) = Comm::add(clique.clone(), r, dev, true);
         }
         ncclSuccess
     }
-    nc::ncclCommSplit(c: ncclComm_t, color: c_int, key: c_int, new: *mut ncclComm_t, _cfg: *mut nc::ncclConfig_t) -> ncclResult_t {
+    nc::ncclCommSplit(c: ncclComm_t, color: c_int, key: c_int, new: *mut ncclComm_t, cfg: *mut ncclConfig_t) -> ncclResult_t {
         let Some(c) = comm(c) else { return ncclInvalidArgument };
+        if c.state() as u32 != ncclSuccess as u32 { return ncclInvalidArgument }
         let seq = c.splits.fetch_add(1, Ordering::Relaxed);
-        let n = c.clique.n;
-        { let mut g = lock(&c.clique.m); let v = g.splits.entry(seq).or_insert_with(|| vec![None; n]); v[c.rank] = Some((color, key)); c.clique.cv.notify_all(); }
-        if !c.clique.wait_for("ncclCommSplit", |g| g.splits[&seq].iter().all(|x| x.is_some())) { return ncclTimeout }
-        if color < 0 { *new = std::ptr::null_mut(); return ncclSuccess }
-        let mut g = lock(&c.clique.m);
-        let mut members: Vec<(c_int, usize)> = g.splits[&seq].iter().enumerate().filter_map(|(r, x)| x.filter(|x| x.0 == color).map(|x| (x.1, r))).collect();
-        members.sort();
-        let rank = members.iter().position(|m| m.1 == c.rank).unwrap();
-        let cl = g.split_made.entry((seq, color)).or_insert_with(|| Clique::new(members.len())).clone();
-        *new = add_comm(cl, rank, c.dev);
+        {
+            let mut inner = lock(&c.clique.m);
+            let n = c.clique.n;
+            inner.splits.entry(seq).or_insert_with(|| vec![None; n])[c.rank] = Some((color, key));
+        }
+        c.clique.cv.notify_all();
+        *new = std::ptr::null_mut();
+        let (place, blocking) = (new as usize, if cfg.is_null() { c.blocking } else { blocks(cfg) });
+        let work = {
+            let c = c.clone();
+            move || {
+                if color < 0 {
+                    return ncclSuccess;
+                }
+                let Some((clique, rank)) = split(&c, seq, color) else { return ncclSystemError };
+                (place as *mut ncclComm_t).write(Comm::add(clique, rank, c.dev, blocking));
+                ncclSuccess
+            }
+        };
+        if c.blocking { return work() }
+        c.busy.fetch_add(1, Ordering::SeqCst);
+        std::thread::spawn(move || { work(); c.busy.fetch_sub(1, Ordering::SeqCst); });
+        ncclInProgress
+    }
+    nc::ncclCommFinalize(c: ncclComm_t) -> ncclResult_t {
+        let Some(c) = comm(c) else { return ncclInvalidArgument };
+        if c.finalized.swap(true, Ordering::SeqCst) { return ncclInvalidArgument }
+        if c.blocking { while c.pending.load(Ordering::SeqCst) > 0 { std::thread::yield_now() } }
+        c.state()
+    }
+    nc::ncclCommDestroy(c: ncclComm_t) -> ncclResult_t {
+        let Some(c) = lock(comms()).remove(&(c as usize)) else { return ncclInvalidArgument };
+        if c.pending.load(Ordering::SeqCst) > 0 && !c.aborted.load(Ordering::SeqCst) { complain(format!("rank {} destroyed its communicator with work in flight", c.rank)) }
         ncclSuccess
     }
-    nc::ncclCommFinalize(c: ncclComm_t) -> ncclResult_t { if comm(c).is_some() { ncclSuccess } else { ncclInvalidArgument } }
-    nc::ncclCommDestroy(c: ncclComm_t) -> ncclResult_t { if lock(comms()).remove(&(c as usize)).is_some() { ncclSuccess } else { ncclInvalidArgument } }
-    nc::ncclCommAbort(c: ncclComm_t) -> ncclResult_t { if let Some(c) = comm(c) { let mut g = lock(&c.clique.m); c.clique.fail(&mut g, ncclRemoteError, "aborted".into()); } ncclCommDestroy(c) }
+    nc::ncclCommAbort(c: ncclComm_t) -> ncclResult_t {
+        match comm(c) { Some(known) => known.abort(), None => return ncclInvalidArgument }
+        ncclCommDestroy(c)
+    }
     nc::ncclCommCount(c: ncclComm_t, n: *mut c_int) -> ncclResult_t { match comm(c) { Some(c) => { *n = c.clique.n as c_int; ncclSuccess } None => ncclInvalidArgument } }
     nc::ncclCommUserRank(c: ncclComm_t, n: *mut c_int) -> ncclResult_t { match comm(c) { Some(c) => { *n = c.rank as c_int; ncclSuccess } None => ncclInvalidArgument } }
     nc::ncclCommCuDevice(c: ncclComm_t, n: *mut c_int) -> ncclResult_t { match comm(c) { Some(c) => { *n = c.dev as c_int; ncclSuccess } None => ncclInvalidArgument } }
-    nc::ncclCommGetAsyncError(c: ncclComm_t, e: *mut ncclResult_t) -> ncclResult_t { match comm(c) { Some(c) => { *e = lock(&c.clique.m).error.unwrap_or(ncclSuccess); ncclSuccess } None => ncclInvalidArgument } }
-    nc::ncclGetErrorString(_e: ncclResult_t) -> *const c_char { c"fake nccl error".as_ptr() }
+    nc::ncclCommGetAsyncError(c: ncclComm_t, e: *mut ncclResult_t) -> ncclResult_t { match comm(c) { Some(c) => { *e = c.state(); ncclSuccess } None => ncclInvalidArgument } }
+    nc::ncclGetErrorString(e: ncclResult_t) -> *const c_char { error_text(e).as_ptr() }
     nc::ncclGetLastError(_c: ncclComm_t) -> *const c_char { let l = lock(&LAST); if l.is_empty() { c"".as_ptr() } else { l.as_ptr() as *const c_char } }
     nc::ncclGroupStart() -> ncclResult_t { DEPTH.set(DEPTH.get() + 1); ncclSuccess }
     nc::ncclGroupEnd() -> ncclResult_t {
         if DEPTH.get() == 0 { return ncclInvalidUsage }
         DEPTH.set(DEPTH.get() - 1);
         if DEPTH.get() > 0 { return ncclSuccess }
-        for cl in JOINING.with(|j| std::mem::take(&mut *j.borrow_mut())) { if !cl.wait_for("ncclCommInitRank in group", |g| g.joined.iter().all(|&j| j)) { return ncclTimeout } }
-        launch(PENDING.with(|q| std::mem::take(&mut *q.borrow_mut())));
-        ncclSuccess
+        for new in JOINING.with(|j| std::mem::take(&mut *j.borrow_mut())) {
+            match joined(&new) { ncclSuccess => {} error => return error }
+        }
+        launch_all(PENDING.with(|q| std::mem::take(&mut *q.borrow_mut())))
     }
     nc::ncclAllGather(s: *const c_void, r: *mut c_void, n: usize, t: ncclDataType_t, c: ncclComm_t, st: cudaStream_t) -> ncclResult_t { coll(Kind::AllGather, s, r, n, t, SUM, c, st) }
     nc::ncclReduceScatter(s: *const c_void, r: *mut c_void, n: usize, t: ncclDataType_t, op: ncclRedOp_t, c: ncclComm_t, st: cudaStream_t) -> ncclResult_t { coll(Kind::ReduceScatter, s, r, n, t, op, c, st) }
     nc::ncclAllReduce(s: *const c_void, r: *mut c_void, n: usize, t: ncclDataType_t, op: ncclRedOp_t, c: ncclComm_t, st: cudaStream_t) -> ncclResult_t { coll(Kind::AllReduce, s, r, n, t, op, c, st) }
     nc::ncclBroadcast(s: *const c_void, r: *mut c_void, n: usize, t: ncclDataType_t, root: c_int, c: ncclComm_t, st: cudaStream_t) -> ncclResult_t { coll(Kind::Broadcast(root), s, r, n, t, SUM, c, st) }
     nc::ncclReduce(s: *const c_void, r: *mut c_void, n: usize, t: ncclDataType_t, op: ncclRedOp_t, root: c_int, c: ncclComm_t, st: cudaStream_t) -> ncclResult_t { coll(Kind::Reduce(root), s, r, n, t, op, c, st) }
-    nc::ncclSend(s: *const c_void, n: usize, t: ncclDataType_t, peer: c_int, c: ncclComm_t, st: cudaStream_t) -> ncclResult_t { submit(c, st, |_| Ok(Op::Send { to: peer as usize, p: s as usize, n: n * size(t) })) }
-    nc::ncclRecv(r: *mut c_void, n: usize, t: ncclDataType_t, peer: c_int, c: ncclComm_t, st: cudaStream_t) -> ncclResult_t { submit(c, st, |_| Ok(Op::Recv { from: peer as usize, p: r as usize, n: n * size(t) })) }
+    nc::ncclSend(s: *const c_void, n: usize, t: ncclDataType_t, peer: c_int, c: ncclComm_t, st: cudaStream_t) -> ncclResult_t {
+        let (at, len) = (s as usize, n * size(t));
+        pair(at, len, peer, c, st, |to| Op::Send { to, at, len })
+    }
+    nc::ncclRecv(r: *mut c_void, n: usize, t: ncclDataType_t, peer: c_int, c: ncclComm_t, st: cudaStream_t) -> ncclResult_t {
+        let (at, len) = (r as usize, n * size(t));
+        pair(at, len, peer, c, st, |from| Op::Recv { from, at, len })
+    }
 }

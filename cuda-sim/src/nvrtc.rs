@@ -46,6 +46,9 @@ export! {
         std::ptr::copy_nonoverlapping(program.ptx.as_ptr(), out.cast(), program.ptx.len());
         OK
     }
+    // Machine code is what PTX is here: a text that the simulated driver understands.
+    rtc::nvrtcGetCUBINSize(p: rtc::nvrtcProgram, size: *mut usize) -> rtc::nvrtcResult { nvrtcGetPTXSize(p, size) }
+    rtc::nvrtcGetCUBIN(p: rtc::nvrtcProgram, out: *mut c_char) -> rtc::nvrtcResult { nvrtcGetPTX(p, out) }
     rtc::nvrtcGetProgramLogSize(_p: rtc::nvrtcProgram, size: *mut usize) -> rtc::nvrtcResult { *size = 1; OK }
     rtc::nvrtcGetProgramLog(_p: rtc::nvrtcProgram, out: *mut c_char) -> rtc::nvrtcResult { *out = 0; OK }
     rtc::nvrtcDestroyProgram(p: *mut rtc::nvrtcProgram) -> rtc::nvrtcResult {

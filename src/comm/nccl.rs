@@ -7,6 +7,7 @@
 //! never written.
 
 mod api;
+mod library;
 mod operation;
 pub(crate) mod world;
 

@@ -43,16 +43,19 @@ pub struct PeerWorld {
 }
 
 impl PeerWorld {
+    /// What one sum takes.
+    const MOST: usize = 256;
+
     /// A world of `world_size` ranks, rank r on device r modulo the number of devices.
     ///
     /// # Errors
-    /// [`Error::Argument`] for no ranks or more than 1024; where there is no CUDA device.
+    /// [`Error::Argument`] for no ranks or more than 256, which one sum takes; where there is no CUDA device.
     pub fn new(world_size: usize) -> Result<Self> {
-        if !(1..=1024).contains(&world_size) {
+        if !(1..=Self::MOST).contains(&world_size) {
             return Err(Error::Argument {
                 what: "world_size",
                 got: world_size.to_string(),
-                wanted: "1 to 1024 threads".into(),
+                wanted: format!("1 to {} threads", Self::MOST),
             });
         }
         let devices = CudaDevice::count()?;

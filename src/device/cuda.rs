@@ -7,20 +7,22 @@ pub(crate) mod kernels;
 pub(crate) mod library;
 mod matmul;
 pub(crate) mod memory;
+mod tokens;
 
 use std::ffi::c_void;
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::{CudaContext, CudaStream, DriverError, sys};
 
 use crate::comm::ReduceOp;
-use crate::device::{Device, Matmul, same_length};
+use crate::device::{CrossEntropyLoss, Device, Matmul, Matrix, SoftmaxPart, same_length};
 use crate::dtype::DType;
 use crate::memory::{Buffer, BufferMut, Pool};
 use crate::timeline::{Lane, Recorder};
 use crate::{Error, Result};
-use kernels::{Kernels, suffix};
+use kernels::{Kernels, Name, Work};
 use matmul::{Blas, Shape};
 use memory::{CudaMemory, pointer, pointer_mut};
 
@@ -41,6 +43,8 @@ pub struct CudaDevice {
     blas: OnceLock<Result<Blas>>,
     kernels: OnceLock<Result<Kernels>>,
     tf32: bool,
+    /// Whether the device has a stream-ordered memory pool.
+    pooled: bool,
     workspace: Mutex<Option<BufferMut>>,
     failed: Mutex<Option<Error>>,
     recorder: Recorder,
@@ -94,6 +98,8 @@ impl CudaDevice {
     }
 
     fn over(stream: Arc<CudaStream>, recorder: Recorder, tf32: bool) -> Self {
+        let pools = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
+        let pooled = stream.context().attribute(pools).is_ok_and(|supported| supported != 0);
         Self {
             context: Arc::clone(stream.context()),
             stream,
@@ -101,6 +107,7 @@ impl CudaDevice {
             blas: OnceLock::new(),
             kernels: OnceLock::new(),
             tf32,
+            pooled,
             workspace: Mutex::default(),
             failed: Mutex::default(),
             recorder,
@@ -146,38 +153,44 @@ impl CudaDevice {
         out: &mut BufferMut,
     ) -> Result<()> {
         self.bind()?;
-        let elements = (out.len() / dtype.size()) as u64;
-        let mut parts = self.allocate(count * size_of::<u64>())?;
-        let mut addresses = Vec::with_capacity(count);
-        for index in 0..count {
+        let mut parts = Parts([0; Parts::MOST]);
+        if count > Parts::MOST {
+            return Err(Error::Unsupported {
+                what: format!("an ordered reduction over {count} ranks on a CUDA device"),
+                reason: format!("its kernel takes up to {} addresses: Reduction::Native has no limit", Parts::MOST),
+            });
+        }
+        for (index, part) in parts.0[..count].iter_mut().enumerate() {
             let buffer = summand(index).ok_or_else(|| Error::Argument {
                 what: "summand",
                 got: "none".into(),
                 wanted: format!("{count} of them"),
             })?;
             same_length("summand", buffer.len(), out.len())?;
-            addresses.push(pointer(buffer)?.0);
+            *part = pointer(buffer)?.0;
         }
-        let (mut list, mut target) = (pointer_mut(&mut parts)?.0, pointer_mut(out)?.0);
-        // SAFETY: a copy from pageable memory has read it when the call returns; the buffer is as long.
-        check("cuMemcpyHtoDAsync", unsafe {
-            sys::cuMemcpyHtoDAsync_v2(list, addresses.as_ptr().cast(), count * size_of::<u64>(), stream)
-        })?;
+        let elements = (out.len() / dtype.size()) as u64;
+        let mut target = pointer_mut(out)?.0;
         let (mut ranks, mut length, mut largest) = (count as u64, elements, i32::from(op == ReduceOp::Max));
-        let name = format!("combine_{}", suffix(dtype)?);
-        let mut arguments = [arg(&mut list), arg(&mut ranks), arg(&mut length), arg(&mut largest), arg(&mut target)];
+        let mut arguments = [arg(&mut parts), arg(&mut ranks), arg(&mut length), arg(&mut largest), arg(&mut target)];
+        let work = Work::Elements(out.len() / dtype.size());
         // SAFETY: the arguments are the kernel's; the buffers are held by the operation until compute is ordered after it.
-        unsafe { self.kernels()?.launch(stream, &name, elements, &mut arguments) }?;
-        // The list of addresses goes back to the pool, which compute uses next: it must be read by then.
-        // SAFETY: the stream is alive.
-        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
+        unsafe { self.kernels()?.launch(stream, Name::of("combine", dtype)?, work, &mut arguments) }
     }
 
-    fn launch(&self, name: &str, count: usize, arguments: &mut [*mut c_void]) -> Result<()> {
+    fn launch(&self, name: Name, work: Work, arguments: &mut [*mut c_void]) -> Result<()> {
         self.bind()?;
         // SAFETY: each caller gives the kernel's own arguments, of buffers whose reuse is ordered on this very stream.
-        unsafe { self.kernels()?.launch(self.stream(), name, count as u64, arguments) }
+        unsafe { self.kernels()?.launch(self.stream(), name, work, arguments) }
     }
+}
+
+/// The summands' addresses, by value, as `Parts` of kernels/elementwise.cu.
+#[repr(C)]
+struct Parts([u64; Parts::MOST]);
+
+impl Parts {
+    const MOST: usize = 256;
 }
 
 /// A kernel's argument.
@@ -193,7 +206,7 @@ impl Device for CudaDevice {
     fn allocate(&self, bytes: usize) -> Result<BufferMut> {
         self.pool.take(bytes, |size| {
             self.bind()?;
-            Ok(Box::new(CudaMemory::new(&self.context, self.stream(), size)?))
+            Ok(Box::new(CudaMemory::new(&self.stream, self.pooled, size)?))
         })
     }
 
@@ -316,9 +329,8 @@ impl Device for CudaDevice {
         let count = rows.len() / dtype.size();
         let (mut bias_at, mut rows_at) = (pointer(bias)?.0, pointer_mut(rows)?.0);
         let (mut width, mut length) = ((bias.len() / dtype.size()) as u64, count as u64);
-        let name = format!("add_bias_{}", suffix(dtype)?);
         let mut arguments = [arg(&mut bias_at), arg(&mut width), arg(&mut rows_at), arg(&mut length)];
-        self.launch(&name, count, &mut arguments)
+        self.launch(Name::of("add_bias", dtype)?, Work::Elements(count), &mut arguments)
     }
 
     fn add_column_sums(&self, dtype: DType, rows: &Buffer, out: &mut BufferMut) -> Result<()> {
@@ -329,9 +341,9 @@ impl Device for CudaDevice {
         }
         let (mut rows_at, mut out_at) = (pointer(rows)?.0, pointer_mut(out)?.0);
         let (mut height, mut columns) = ((elements / width) as u64, width as u64);
-        let name = format!("add_column_sums_{}", suffix(dtype)?);
         let mut arguments = [arg(&mut rows_at), arg(&mut height), arg(&mut columns), arg(&mut out_at)];
-        self.launch(&name, width, &mut arguments)
+        // A block has 32 columns.
+        self.launch(Name::of("add_column_sums", dtype)?, Work::Rows(width.div_ceil(32)), &mut arguments)
     }
 
     fn scaled_add(&self, factor: f64, source: (&Buffer, DType), target: (&mut BufferMut, DType)) -> Result<()> {
@@ -339,18 +351,80 @@ impl Device for CudaDevice {
         same_length("scaled_add (elements)", count, target.0.len() / target.1.size())?;
         let (mut factor, mut from, mut to) = (factor, pointer(source.0)?.0, pointer_mut(target.0)?.0);
         let mut length = count as u64;
-        let name = format!("scaled_add_{}_{}", suffix(source.1)?, suffix(target.1)?);
         let mut arguments = [arg(&mut factor), arg(&mut from), arg(&mut to), arg(&mut length)];
-        self.launch(&name, count, &mut arguments)
+        self.launch(Name::between("scaled_add", source.1, target.1)?, Work::Elements(count), &mut arguments)
     }
 
     fn cast(&self, source: (&Buffer, DType), target: (&mut BufferMut, DType)) -> Result<()> {
         let count = source.0.len() / source.1.size();
         same_length("cast (elements)", count, target.0.len() / target.1.size())?;
         let (mut from, mut to, mut length) = (pointer(source.0)?.0, pointer_mut(target.0)?.0, count as u64);
-        let name = format!("cast_{}_{}", suffix(source.1)?, suffix(target.1)?);
         let mut arguments = [arg(&mut from), arg(&mut to), arg(&mut length)];
-        self.launch(&name, count, &mut arguments)
+        self.launch(Name::between("cast", source.1, target.1)?, Work::Elements(count), &mut arguments)
+    }
+
+    fn find_outside(&self, ids: &Buffer, range: Range<i64>, except: Option<i64>) -> Result<Option<(usize, i64)>> {
+        tokens::find_outside(self, ids, range, except)
+    }
+
+    fn gather_rows(
+        &self,
+        dtype: DType,
+        table: Matrix<'_>,
+        ids: &Buffer,
+        first: i64,
+        out: &mut BufferMut,
+    ) -> Result<()> {
+        let _span = self.recorder.span(Lane::Compute, "gather rows");
+        tokens::gather_rows(self, dtype, table, ids, first, out)
+    }
+
+    fn scatter_add_rows(
+        &self,
+        dtype: DType,
+        rows: Matrix<'_>,
+        ids: &Buffer,
+        first: i64,
+        skip: Option<i64>,
+        out: &mut BufferMut,
+    ) -> Result<()> {
+        let _span = self.recorder.span(Lane::Compute, "scatter rows");
+        tokens::scatter_add_rows(self, dtype, rows, ids, first, skip, out)
+    }
+
+    fn row_max(&self, dtype: DType, logits: Matrix<'_>, valid: usize, out: &mut BufferMut) -> Result<()> {
+        let _span = self.recorder.span(Lane::Compute, "row max");
+        tokens::row_max(self, dtype, logits, valid, out)
+    }
+
+    fn softmax_sums(&self, part: &SoftmaxPart<'_>, max: &Buffer, out: &mut BufferMut) -> Result<()> {
+        let _span = self.recorder.span(Lane::Compute, "softmax sums");
+        tokens::softmax_sums(self, part, max, out)
+    }
+
+    fn cross_entropy_loss(
+        &self,
+        dtype: DType,
+        loss: &CrossEntropyLoss,
+        targets: &Buffer,
+        max: &Buffer,
+        sums: &Buffer,
+        out: &mut BufferMut,
+    ) -> Result<()> {
+        tokens::cross_entropy_loss(self, dtype, loss, targets, [max, sums], out)
+    }
+
+    fn cross_entropy_grad(
+        &self,
+        part: &SoftmaxPart<'_>,
+        loss: &CrossEntropyLoss,
+        max: &Buffer,
+        sums: &Buffer,
+        grad: &Buffer,
+        out: &mut BufferMut,
+    ) -> Result<()> {
+        let _span = self.recorder.span(Lane::Compute, "softmax gradient");
+        tokens::cross_entropy_grad(self, part, loss, [max, sums, grad], out)
     }
 
     fn synchronize(&self) -> Result<()> {

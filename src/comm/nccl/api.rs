@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys::CUstream;
 use cudarc::nccl::sys::{self, ncclComm_t, ncclResult_t};
 
+use super::library::{Library, library};
 use crate::comm::ReduceOp;
 use crate::dtype::DType;
 use crate::{Error, Result};
@@ -126,10 +127,10 @@ impl NcclId {
     /// # Errors
     /// [`Error::Library`] where NCCL is not on this machine; [`Error::Foreign`] where it fails.
     pub fn new() -> Result<Self> {
-        load()?;
+        let nccl = library()?;
         let mut id = sys::ncclUniqueId { internal: [0; Self::BYTES] };
         // SAFETY: the library is there, and `id` may be written.
-        check("ncclGetUniqueId", unsafe { sys::ncclGetUniqueId(&mut id) }, std::ptr::null_mut())?;
+        check("ncclGetUniqueId", unsafe { (nccl.ncclGetUniqueId)(&mut id) }, std::ptr::null_mut())?;
         Ok(Self(id))
     }
 
@@ -151,9 +152,9 @@ impl fmt::Debug for NcclId {
     }
 }
 
-/// Makes sure that NCCL is there: calls of a library that is not would panic.
+/// Makes sure that NCCL is there.
 pub(super) fn load() -> Result<()> {
-    crate::device::cuda::library::nccl()
+    library().map(drop)
 }
 
 /// NCCL's words for a code, and for its last error.
@@ -165,8 +166,9 @@ fn message(code: ncclResult_t, comm: ncclComm_t) -> String {
         // SAFETY: NCCL returns a string that ends and outlives this call.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     };
-    // SAFETY: the library is there: it has returned the code.
-    let (short, last) = unsafe { (text(sys::ncclGetErrorString(code)), text(sys::ncclGetLastError(comm))) };
+    let Ok(nccl) = library() else { return format!("{code:?}") };
+    // SAFETY: the code is one of the library's, and the handle alive or null.
+    let (short, last) = unsafe { (text((nccl.ncclGetErrorString)(code)), text((nccl.ncclGetLastError)(comm))) };
     if last.is_empty() { format!("{short} ({code:?})") } else { format!("{short} ({code:?}): {last}") }
 }
 
@@ -238,7 +240,7 @@ impl Transfer {
     ///
     /// # Safety
     /// Pointers and sizes describe live device memory of the communicator's device, and the stream is its own.
-    unsafe fn queue(self, comm: ncclComm_t, stream: CUstream) -> Result<()> {
+    unsafe fn queue(self, nccl: &Library, comm: ncclComm_t, stream: CUstream) -> Result<()> {
         const BYTE: sys::ncclDataType_t = sys::ncclDataType_t::ncclUint8;
         let stream = stream.cast();
         let (source, target) = (|pointer: u64| pointer as *const c_void, |pointer: u64| pointer as *mut c_void);
@@ -247,31 +249,32 @@ impl Transfer {
         let (call, code) = unsafe {
             match self {
                 Transfer::Send { to, from, bytes } => {
-                    ("ncclSend", sys::ncclSend(source(from), bytes, BYTE, rank(to), comm, stream))
+                    ("ncclSend", (nccl.ncclSend)(source(from), bytes, BYTE, rank(to), comm, stream))
                 }
                 Transfer::Receive { from, to, bytes } => {
-                    ("ncclRecv", sys::ncclRecv(target(to), bytes, BYTE, rank(from), comm, stream))
+                    ("ncclRecv", (nccl.ncclRecv)(target(to), bytes, BYTE, rank(from), comm, stream))
                 }
                 Transfer::AllGather { from, to, bytes } => {
-                    ("ncclAllGather", sys::ncclAllGather(source(from), target(to), bytes, BYTE, comm, stream))
+                    ("ncclAllGather", (nccl.ncclAllGather)(source(from), target(to), bytes, BYTE, comm, stream))
                 }
                 Transfer::Broadcast { root, from, to, bytes } => {
-                    let code = sys::ncclBroadcast(source(from), target(to), bytes, BYTE, rank(root), comm, stream);
+                    let code = (nccl.ncclBroadcast)(source(from), target(to), bytes, BYTE, rank(root), comm, stream);
                     ("ncclBroadcast", code)
                 }
                 Transfer::Reduce { root, from, to, elements, dtype, op } => {
                     let (dtype, op) = (data_type(dtype), reduction(op));
-                    let code = sys::ncclReduce(source(from), target(to), elements, dtype, op, rank(root), comm, stream);
+                    let code =
+                        (nccl.ncclReduce)(source(from), target(to), elements, dtype, op, rank(root), comm, stream);
                     ("ncclReduce", code)
                 }
                 Transfer::ReduceScatter { from, to, elements, dtype, op } => {
                     let (dtype, op) = (data_type(dtype), reduction(op));
-                    let code = sys::ncclReduceScatter(source(from), target(to), elements, dtype, op, comm, stream);
+                    let code = (nccl.ncclReduceScatter)(source(from), target(to), elements, dtype, op, comm, stream);
                     ("ncclReduceScatter", code)
                 }
                 Transfer::AllReduce { from, to, elements, dtype, op } => {
                     let (dtype, op) = (data_type(dtype), reduction(op));
-                    let code = sys::ncclAllReduce(source(from), target(to), elements, dtype, op, comm, stream);
+                    let code = (nccl.ncclAllReduce)(source(from), target(to), elements, dtype, op, comm, stream);
                     ("ncclAllReduce", code)
                 }
             }
@@ -310,12 +313,11 @@ pub(super) fn nap(begun: Instant) {
 impl Handle {
     /// Starts to join the group of `id`, on the device whose context is bound.
     pub(super) fn join(id: NcclId, rank: usize, world_size: usize, config: &NcclConfig) -> Result<Self> {
-        load()?;
-        let new = Self::empty();
+        let (nccl, new) = (library()?, Self::empty());
         let mut raw = config.raw();
         let (world_size, rank) = (world_size as c_int, rank as c_int);
         // SAFETY: what the handle points to lives until it is aborted; NCCL copies the configuration.
-        let code = unsafe { sys::ncclCommInitRankConfig(new.lock().as_ptr(), world_size, id.0, rank, &mut raw) };
+        let code = unsafe { (nccl.ncclCommInitRankConfig)(new.lock().as_ptr(), world_size, id.0, rank, &mut raw) };
         check("ncclCommInitRankConfig", code, std::ptr::null_mut())?;
         Ok(new)
     }
@@ -351,10 +353,10 @@ impl Handle {
 
     /// Whether what was started last has been done by NCCL's own threads; an error that it has met meanwhile.
     pub(super) fn poll(&self) -> Result<bool> {
-        let Alive { comm, .. } = &self.alive()?;
+        let (nccl, Alive { comm, .. }) = (library()?, &self.alive()?);
         let mut state = ncclResult_t::ncclSuccess;
         // SAFETY: the handle is alive while the lock is held.
-        check("ncclCommGetAsyncError", unsafe { sys::ncclCommGetAsyncError(*comm, &mut state) }, *comm)?;
+        check("ncclCommGetAsyncError", unsafe { (nccl.ncclCommGetAsyncError)(*comm, &mut state) }, *comm)?;
         check("asynchronous work", state, *comm)?;
         Ok(state != ncclResult_t::ncclInProgress)
     }
@@ -364,13 +366,13 @@ impl Handle {
     /// # Safety
     /// As [`Transfer::queue`], until the stream has passed them.
     pub(super) unsafe fn group(&self, transfers: &[Transfer], stream: CUstream) -> Result<()> {
-        let Alive { comm, .. } = &self.alive()?;
+        let (nccl, Alive { comm, .. }) = (library()?, &self.alive()?);
         // SAFETY: no arguments; the group is ended below in every case.
-        check("ncclGroupStart", unsafe { sys::ncclGroupStart() }, *comm)?;
+        check("ncclGroupStart", unsafe { (nccl.ncclGroupStart)() }, *comm)?;
         // SAFETY: the caller's.
-        let queued = transfers.iter().try_for_each(|transfer| unsafe { transfer.queue(*comm, stream) });
+        let queued = transfers.iter().try_for_each(|transfer| unsafe { transfer.queue(nccl, *comm, stream) });
         // SAFETY: ends the group that was started above.
-        let ended = check("ncclGroupEnd", unsafe { sys::ncclGroupEnd() }, *comm);
+        let ended = check("ncclGroupEnd", unsafe { (nccl.ncclGroupEnd)() }, *comm);
         queued.and(ended)
     }
 
@@ -379,36 +381,36 @@ impl Handle {
     pub(super) fn split(&self, color: Option<usize>, key: usize, config: &NcclConfig) -> Result<Option<Self>> {
         /// What a rank that joins no group gives as its color.
         const NO_COLOR: c_int = -1;
-        let Alive { comm, .. } = &self.alive()?;
+        let (nccl, Alive { comm, .. }) = (library()?, &self.alive()?);
         let new = Self::empty();
         let mut raw = config.raw();
         let color = color.map_or(NO_COLOR, |color| color as c_int);
         // SAFETY: the handle is alive while the lock is held; what the new one points to lives until it is aborted.
-        let code = unsafe { sys::ncclCommSplit(*comm, color, key as c_int, new.lock().as_ptr(), &mut raw) };
+        let code = unsafe { (nccl.ncclCommSplit)(*comm, color, key as c_int, new.lock().as_ptr(), &mut raw) };
         check("ncclCommSplit", code, *comm)?;
         Ok((color != NO_COLOR).then_some(new))
     }
 
     /// Starts to finish what is in flight.
     pub(super) fn finalize(&self) -> Result<()> {
-        let Alive { comm, .. } = &self.alive()?;
+        let (nccl, Alive { comm, .. }) = (library()?, &self.alive()?);
         // SAFETY: the handle is alive while the lock is held.
-        check("ncclCommFinalize", unsafe { sys::ncclCommFinalize(*comm) }, *comm)
+        check("ncclCommFinalize", unsafe { (nccl.ncclCommFinalize)(*comm) }, *comm)
     }
 
     /// Frees a finalized handle.
     pub(super) fn destroy(&self) {
-        if let Some(Alive { comm, .. }) = &self.take() {
+        if let (Ok(nccl), Some(Alive { comm, .. })) = (library(), &self.take()) {
             // SAFETY: the handle was alive, and nobody finds it any more.
-            unsafe { sys::ncclCommDestroy(*comm) };
+            unsafe { (nccl.ncclCommDestroy)(*comm) };
         }
     }
 
     /// Ends what is in flight at once, and frees the handle.
     pub(super) fn abort(&self) {
-        if let Some(Alive { comm, .. }) = &self.take() {
+        if let (Ok(nccl), Some(Alive { comm, .. })) = (library(), &self.take()) {
             // SAFETY: the handle was alive, and nobody finds it any more.
-            unsafe { sys::ncclCommAbort(*comm) };
+            unsafe { (nccl.ncclCommAbort)(*comm) };
         }
     }
 }

@@ -28,11 +28,3 @@ pub(crate) fn nvrtc() -> Result<()> {
     // SAFETY: as above.
     present("NVRTC", "nvrtc", unsafe { cudarc::nvrtc::sys::is_culib_present() })
 }
-
-/// NCCL. cudarc does not look for `libnccl.so.2`, the one name that runtime packages install: see docs/gpu.md.
-pub(crate) fn nccl() -> Result<()> {
-    // SAFETY: as above.
-    present("NCCL (of runtime packages, libnccl.so.2 needs a link named libnccl.so)", "nccl", unsafe {
-        cudarc::nccl::sys::is_culib_present()
-    })
-}

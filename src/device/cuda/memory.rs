@@ -4,7 +4,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, sys};
+use cudarc::driver::{CudaContext, CudaStream, sys};
 
 use super::check;
 use crate::memory::{Buffer, BufferMut, Memory};
@@ -14,12 +14,14 @@ use crate::{Error, Result};
 pub(crate) struct CudaMemory {
     pointer: sys::CUdeviceptr,
     len: usize,
-    context: Arc<CudaContext>,
+    /// The compute stream, and whether the memory is of its pool.
+    stream: Arc<CudaStream>,
+    pooled: bool,
 }
 
 impl fmt::Debug for CudaMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes on CUDA device {}", self.len, self.context.ordinal())
+        write!(f, "{} bytes on CUDA device {}", self.len, self.stream.context().ordinal())
     }
 }
 
@@ -34,28 +36,40 @@ impl Memory for CudaMemory {
 }
 
 impl CudaMemory {
-    /// Allocates on the stream, and waits until it has happened: it is rare, and other streams may use the memory at once.
-    pub(crate) fn new(context: &Arc<CudaContext>, stream: sys::CUstream, len: usize) -> Result<Self> {
+    /// Allocates, and waits until it has happened: it is rare, and other streams may use the memory at once. Without `pooled` the
+    /// memory is not of the stream-ordered pool, which some virtual devices lack.
+    pub(crate) fn new(stream: &Arc<CudaStream>, pooled: bool, len: usize) -> Result<Self> {
         let failed = |error: Error| Error::OutOfMemory {
-            device: format!("CUDA device {}", context.ordinal()),
+            device: format!("CUDA device {}", stream.context().ordinal()),
             bytes: len,
             reason: error.to_string(),
         };
-        let mut pointer = 0;
-        // SAFETY: the context is current on this thread; the pointer is written by the call.
-        unsafe {
-            check("cuMemAllocAsync", sys::cuMemAllocAsync(&mut pointer, len.max(1), stream)).map_err(failed)?;
-            check("cuStreamSynchronize", sys::cuStreamSynchronize(stream)).map_err(failed)?;
+        let (mut pointer, raw) = (0, stream.cu_stream());
+        if pooled {
+            // SAFETY: the context is current on this thread; the pointer is written by the call; the stream is alive.
+            unsafe {
+                check("cuMemAllocAsync", sys::cuMemAllocAsync(&mut pointer, len.max(1), raw)).map_err(failed)?;
+                check("cuStreamSynchronize", sys::cuStreamSynchronize(raw)).map_err(failed)?;
+            }
+        } else {
+            // SAFETY: as above.
+            check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut pointer, len.max(1)) }).map_err(failed)?;
         }
-        Ok(Self { pointer, len, context: Arc::clone(context) })
+        Ok(Self { pointer, len, stream: Arc::clone(stream), pooled })
     }
 }
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
-        if self.context.bind_to_thread().is_ok() {
-            // SAFETY: every handle is gone, and compute is ordered after all that used it; the driver waits for the device.
-            unsafe {
+        if self.stream.context().bind_to_thread().is_err() {
+            return;
+        }
+        // SAFETY: every handle is gone, and compute is ordered after all that used the memory: it is freed in compute's order.
+        // Memory of the pool would be freed at once by cuMemFree; of other memory, that waits for the device.
+        unsafe {
+            if self.pooled {
+                sys::cuMemFreeAsync(self.pointer, self.stream.cu_stream());
+            } else {
                 sys::cuMemFree_v2(self.pointer);
             }
         }
@@ -73,12 +87,12 @@ fn memory(memory: &dyn Memory) -> Result<&CudaMemory> {
 /// Where a buffer lies, and whose memory it is.
 pub(crate) fn pointer(buffer: &Buffer) -> Result<(u64, &Arc<CudaContext>)> {
     let memory = memory(buffer.memory())?;
-    Ok((memory.pointer + buffer.offset() as u64, &memory.context))
+    Ok((memory.pointer + buffer.offset() as u64, memory.stream.context()))
 }
 
 /// The same of a buffer that may be written.
 pub(crate) fn pointer_mut(buffer: &mut BufferMut) -> Result<(u64, &Arc<CudaContext>)> {
     let offset = buffer.offset() as u64;
     let memory = memory(buffer.memory())?;
-    Ok((memory.pointer + offset, &memory.context))
+    Ok((memory.pointer + offset, memory.stream.context()))
 }

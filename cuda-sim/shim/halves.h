@@ -38,7 +38,7 @@ static F16 rounded_to_f16(float value) {
     // In units of the last place, which rint rounds to, half to even; a carry goes into the exponent as it should.
     int exponent;
     frexpf(size, &exponent);
-    int place = exponent - 11 < -24 ? -24 : exponent - 11;
+    int place = size == 0 || exponent - 11 < -24 ? -24 : exponent - 11;
     uint32_t units = (uint32_t)rintf(ldexpf(size, -place));
     return {(uint16_t)(sign | (units + ((uint32_t)(place + 24) << 10)))};
 }

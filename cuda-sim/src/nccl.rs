@@ -194,6 +194,10 @@ impl Comm {
         inner.mail.retain(|&(from, _), _| from != self.rank);
         drop(inner);
         self.clique.cv.notify_all();
+        // As the real one, which joins its threads: once an abort is over nothing more is put on a stream.
+        while self.busy.load(Ordering::SeqCst) > 0 {
+            std::thread::sleep(Duration::from_micros(20))
+        }
     }
 
     fn collective(&self, worker: &mut Worker, seq: u64, desc: Desc) {
@@ -237,6 +241,9 @@ impl Comm {
 
     /// Everything of a group that is on one stream.
     fn group(&self, worker: &mut Worker, ops: &[Op]) {
+        if self.aborted.load(Ordering::SeqCst) {
+            return;
+        }
         let which = self.groups.fetch_add(1, Ordering::SeqCst);
         if planted("CUDA_SIM_NCCL_STALL") == Some((self.rank, which)) {
             return self.hang("a stalled transfer");
@@ -453,6 +460,10 @@ fn comm(c: ncclComm_t) -> Option<Arc<Comm>> {
 /// Queues one communicator's part of a group.
 fn launch(comm: &Arc<Comm>, st: &Stream, caller: Caller, ops: Vec<Op>) {
     comm.connect(&ops);
+    if comm.aborted.load(Ordering::SeqCst) {
+        comm.pending.fetch_sub(1, Ordering::SeqCst);
+        return;
+    }
     let comm = Arc::clone(comm);
     st.push_from(caller, move |worker| {
         comm.group(worker, &ops);

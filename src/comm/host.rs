@@ -68,6 +68,17 @@ impl Header {
     pub(crate) fn is_pairwise(&self) -> bool {
         matches!(self.kind, Kind::Send { .. } | Kind::Receive { .. })
     }
+
+    /// The error of this operation, begun before `cause` ended the group: that of another one is the reason why it cannot be
+    /// done.
+    fn ended_by(&self, rank: usize, cause: &Error) -> Error {
+        match cause {
+            Error::Timeout { sequence, .. } | Error::Mismatch { sequence, .. } if *sequence != self.sequence => {
+                closed(rank, cause)
+            }
+            _ => cause.clone(),
+        }
+    }
 }
 
 impl std::fmt::Display for Header {
@@ -309,8 +320,12 @@ impl Shared {
 
     fn submit(&self, command: Command) -> Result<()> {
         let mut queue = self.queue();
-        if let Some(error) = &queue.closed {
-            return Err(closed(self.rank, error));
+        if let Some(error) = queue.closed.clone() {
+            drop(queue);
+            return Err(match &command {
+                Command::Contribute(op, _) => op.lock().header.ended_by(self.rank, &error),
+                Command::Start(_) | Command::Stop => closed(self.rank, &error),
+            });
         }
         queue.commands.push_back(command);
         drop(queue);
@@ -858,15 +873,7 @@ impl<T: Transport> Engine<T> {
             for op in self.active.drain(..) {
                 let mut state = op.lock();
                 if state.outcome.is_none() {
-                    // The error of one operation is the reason why the others cannot be done.
-                    let own = match &error {
-                        Error::Timeout { sequence, .. } | Error::Mismatch { sequence, .. } => {
-                            *sequence == state.header.sequence
-                        }
-                        _ => true,
-                    };
-                    let error = if own { error.clone() } else { closed(self.shared.rank, &error) };
-                    state.outcome = Some(Err(error));
+                    state.outcome = Some(Err(state.header.ended_by(self.shared.rank, &error)));
                 }
                 op.changed.notify_all();
             }

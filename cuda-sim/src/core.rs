@@ -159,7 +159,7 @@ impl Stream {
         t
     }
     pub fn sync(&self) {
-        self.mark("sync").wait_on_host();
+        races::drained(&self.mark("sync").wait());
     }
 }
 

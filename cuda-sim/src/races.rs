@@ -4,8 +4,9 @@
 //! a rank that receives from it, and to a host thread that synchronises with it; a job knows what the thread that queued it knew.
 //! Two accesses race where the later one's clock does not hold the earlier one: whatever happened to run first this time.
 //!
-//! Host threads order each other in ways that the simulator cannot see (locks, channels): a thread starts with what all others
-//! knew when it first calls, and learns the rest by its own synchronisation.
+//! Host threads order each other in ways that the simulator cannot see (locks, channels, counted references): what one has
+//! synchronised a stream for is known to all from then on, as before memory is freed; an event that it waited for, to itself alone.
+//! A thread starts with what all others knew when it first calls.
 
 use crate::core::{lock, state};
 use std::backtrace::Backtrace;
@@ -49,19 +50,36 @@ impl Clock {
     }
 }
 
-thread_local!(static HOST: RefCell<Option<Arc<Clock>>> = const { RefCell::new(None) });
+/// What a host thread knows, and how much of `DRAINED` is in it.
+thread_local!(static HOST: RefCell<Option<(Arc<Clock>, u64)>> = const { RefCell::new(None) });
+/// All that any host thread knows.
 static HOSTS: Mutex<Clock> = Mutex::new(Clock(Vec::new()));
+/// What streams have been synchronised for, and how often.
+static DRAINED: Mutex<(Clock, u64)> = Mutex::new((Clock(Vec::new()), 0));
 
 /// What this host thread knows.
 pub fn host() -> Arc<Clock> {
-    HOST.with_borrow_mut(|own| own.get_or_insert_with(|| Arc::new(lock(&HOSTS).clone())).clone())
+    HOST.with_borrow_mut(|own| {
+        let (clock, seen) = own.get_or_insert_with(|| (Arc::new(lock(&HOSTS).clone()), 0));
+        let drained = lock(&DRAINED);
+        if drained.1 > *seen {
+            *seen = drained.1;
+            Arc::make_mut(clock).join(&drained.0)
+        }
+        clock.clone()
+    })
 }
 /// This host thread has synchronised with whoever knew `clock`.
 pub fn host_learns(clock: &Clock) {
-    let mut own = (*host()).clone();
-    own.join(clock);
+    host();
     lock(&HOSTS).join(clock);
-    HOST.with_borrow_mut(|place| *place = Some(Arc::new(own)));
+    HOST.with_borrow_mut(|own| own.iter_mut().for_each(|(known, _)| Arc::make_mut(known).join(clock)));
+}
+/// A host thread has synchronised a stream that knew `clock`.
+pub fn drained(clock: &Clock) {
+    let mut drained = lock(&DRAINED);
+    drained.0.join(clock);
+    drained.1 += 1;
 }
 
 /// What a job is and who queued it.

@@ -135,8 +135,6 @@ pub(crate) trait Work: Send + Sync + std::fmt::Debug {
         summand: &dyn Fn(usize) -> Option<&'a Buffer>,
         out: &mut BufferMut,
     ) -> Result<Option<Mark>>;
-    /// Waits until the queue has passed the mark.
-    fn wait(&self, mark: &Mark) -> Result<()>;
     /// Waits until the communication's own queue is empty.
     fn drain(&self) -> Result<()>;
 }
@@ -168,9 +166,6 @@ impl Work for HostWork {
     ) -> Result<Option<Mark>> {
         combine(*header, world_size, summand, out)?;
         Ok(None)
-    }
-    fn wait(&self, _mark: &Mark) -> Result<()> {
-        Ok(())
     }
     fn drain(&self) -> Result<()> {
         Ok(())
@@ -888,7 +883,7 @@ impl<T: Transport> Engine<T> {
         let ops = self.shared.queue().recycled.clone();
         let held = ops.iter().try_for_each(|op| {
             let marks: Vec<Mark> = op.lock().held.iter().map(|(_, mark)| Arc::clone(mark)).collect();
-            marks.iter().try_for_each(|mark| self.shared.work.wait(mark))
+            marks.iter().try_for_each(|mark| self.shared.work.follow(mark))
         });
         held.and(self.shared.work.drain())
     }

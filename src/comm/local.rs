@@ -256,6 +256,8 @@ struct Posted {
     announced: Vec<VecDeque<Header>>,
     /// Ranks that will never call again, and why.
     lost: Vec<Option<String>>,
+    /// Ranks whose engine has ended: nobody reads their receipts.
+    left: Vec<bool>,
     woken: Vec<bool>,
     failure: Option<Failure>,
     /// Groups split off this one, by the split's sequence number and their color.
@@ -368,6 +370,7 @@ impl Board {
                 taken: (0..count).map(|_| Vec::with_capacity(backlog(count))).collect(),
                 announced: (0..count).map(|_| VecDeque::with_capacity(Self::REMEMBERED + 1)).collect(),
                 lost: vec![None; count],
+                left: vec![false; count],
                 woken: vec![false; count],
                 failure: None,
                 children: HashMap::new(),
@@ -752,14 +755,40 @@ impl LocalTransport {
             let Letter { from, header: sent, part, data, .. } = letter;
             // The sender's buffer must be let go before it is told, or given back.
             let held = done.as_ref().map(|mark| (data, Arc::clone(mark)));
-            let receipt = (sent, Message { peer: self.rank, part }, held);
             let mut state = self.board.lock();
-            state.taken[from].push(receipt);
-            self.board.wake(&mut state, from);
-            drop(state);
+            if state.left[from] {
+                drop(state);
+                self.work.drain()?;
+                drop(held);
+            } else {
+                state.taken[from].push((sent, Message { peer: self.rank, part }, held));
+                self.board.wake(&mut state, from);
+                drop(state);
+            }
             completed.push(Completion::Received(header, message, into, busy, done));
         }
         Ok(())
+    }
+}
+
+impl Drop for LocalTransport {
+    /// Lets go of what others hold for this rank, once it is done with: of letters that nobody will read, and of receipts
+    /// that came too late.
+    fn drop(&mut self) {
+        let mut state = self.board.lock();
+        state.left[self.rank] = true;
+        let receipts = std::mem::take(&mut state.taken[self.rank]);
+        let mut unread = Vec::new();
+        if state.failure.is_some() {
+            for mail in &mut state.mail {
+                unread.extend(mail.extract_if(.., |letter| letter.from == self.rank));
+            }
+        }
+        drop(state);
+        let mut marks = receipts.iter().filter_map(|(_, _, held)| held.as_ref().map(|(_, mark)| mark));
+        // A device that fails here has nothing under way.
+        let _ = marks.try_for_each(|mark| self.work.follow(mark)).and_then(|()| self.work.drain());
+        drop((unread, receipts));
     }
 }
 

@@ -183,10 +183,6 @@ impl Work for PeerWork {
         self.mark()
     }
 
-    fn wait(&self, mark: &Mark) -> Result<()> {
-        event(mark)?.wait()
-    }
-
     fn drain(&self) -> Result<()> {
         self.queue.drain()
     }

@@ -50,7 +50,7 @@ impl Clock {
     }
 }
 
-/// What a host thread knows, and how much of `DRAINED` is in it.
+// What a host thread knows, and how much of `DRAINED` is in it.
 thread_local!(static HOST: RefCell<Option<(Arc<Clock>, u64)>> = const { RefCell::new(None) });
 /// All that any host thread knows.
 static HOSTS: Mutex<Clock> = Mutex::new(Clock(Vec::new()));

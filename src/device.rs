@@ -4,6 +4,7 @@ pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 
+use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 
@@ -129,7 +130,7 @@ pub struct CrossEntropyLoss {
 ///
 /// Every operation is *ordered on the device's compute queue*: on the CPU it has happened when the call returns, on
 /// CUDA it is queued on the compute stream. All buffers of one call must be the device's own.
-pub trait Device: Send + Sync + fmt::Debug {
+pub trait Device: Any + Send + Sync + fmt::Debug {
     /// A short name, for error messages.
     fn describe(&self) -> String;
 

@@ -41,6 +41,8 @@ mod memory;
 mod mesh;
 mod meter;
 mod mode;
+#[cfg(feature = "nvtx")]
+mod nvtx;
 mod pairs;
 mod parameter;
 mod plan;

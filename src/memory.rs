@@ -55,6 +55,13 @@ pub struct BufferMut {
 }
 
 impl Buffer {
+    /// All of an allocation that is of no pool.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn of(memory: Box<dyn Memory>) -> Self {
+        let len = memory.len();
+        Self { allocation: Arc::new(Allocation { memory, pooled: AtomicBool::new(false) }), offset: 0, len }
+    }
+
     /// Its size in bytes.
     pub fn len(&self) -> usize {
         self.len

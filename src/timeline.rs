@@ -95,7 +95,12 @@ impl Recorder {
     /// A span that ends when the guard is dropped. It is also a `tracing` span.
     pub(crate) fn span(&self, lane: Lane, name: &'static str) -> SpanGuard<'_> {
         let traced = tracing::trace_span!(target: "async_tensor_parallel", "span", rank = self.rank, ?lane, name);
-        SpanGuard { open: self.is_on().then(|| (self, lane, name, Instant::now())), _traced: traced.entered() }
+        SpanGuard {
+            open: self.is_on().then(|| (self, lane, name, Instant::now())),
+            _traced: traced.entered(),
+            #[cfg(feature = "nvtx")]
+            _range: crate::nvtx::Range::new(name),
+        }
     }
 
     /// A span with known ends.
@@ -113,6 +118,8 @@ impl Recorder {
 pub(crate) struct SpanGuard<'a> {
     open: Option<(&'a Recorder, Lane, &'static str, Instant)>,
     _traced: tracing::span::EnteredSpan,
+    #[cfg(feature = "nvtx")]
+    _range: crate::nvtx::Range,
 }
 
 impl Drop for SpanGuard<'_> {

@@ -7,6 +7,7 @@ pub(crate) mod kernels;
 pub(crate) mod library;
 mod matmul;
 pub(crate) mod memory;
+mod slices;
 mod tokens;
 
 use std::ffi::c_void;

@@ -10,13 +10,27 @@ use super::check;
 use crate::memory::{Buffer, BufferMut, Memory};
 use crate::{Error, Result};
 
+/// Somebody else's memory that a tensor has taken over; freed by its own drop.
+pub(crate) trait Owner: Send + Sync {
+    /// Orders the owner's own stream after what has been queued on `compute`.
+    fn release_after(&self, compute: &CudaStream);
+}
+
+/// How an allocation is freed.
+enum Origin {
+    /// Of the stream-ordered pool of the compute stream.
+    Pool,
+    Plain,
+    Taken(Box<dyn Owner>),
+}
+
 /// One allocation.
 pub(crate) struct CudaMemory {
     pointer: sys::CUdeviceptr,
     len: usize,
-    /// The compute stream, and whether the memory is of its pool.
+    /// The compute stream.
     stream: Arc<CudaStream>,
-    pooled: bool,
+    origin: Origin,
 }
 
 impl fmt::Debug for CudaMemory {
@@ -55,7 +69,18 @@ impl CudaMemory {
             // SAFETY: as above.
             check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut pointer, len.max(1)) }).map_err(failed)?;
         }
-        Ok(Self { pointer, len, stream: Arc::clone(stream), pooled })
+        let origin = if pooled { Origin::Pool } else { Origin::Plain };
+        Ok(Self { pointer, len, stream: Arc::clone(stream), origin })
+    }
+
+    /// Memory of another owner, that the compute stream is ordered after.
+    pub(crate) fn taken(
+        stream: &Arc<CudaStream>,
+        pointer: sys::CUdeviceptr,
+        len: usize,
+        owner: Box<dyn Owner>,
+    ) -> Self {
+        Self { pointer, len, stream: Arc::clone(stream), origin: Origin::Taken(owner) }
     }
 }
 
@@ -67,10 +92,10 @@ impl Drop for CudaMemory {
         // SAFETY: every handle is gone, and compute is ordered after all that used the memory: it is freed in compute's order.
         // Memory of the pool would be freed at once by cuMemFree; of other memory, that waits for the device.
         unsafe {
-            if self.pooled {
-                sys::cuMemFreeAsync(self.pointer, self.stream.cu_stream());
-            } else {
-                sys::cuMemFree_v2(self.pointer);
+            match &self.origin {
+                Origin::Pool => _ = sys::cuMemFreeAsync(self.pointer, self.stream.cu_stream()),
+                Origin::Plain => _ = sys::cuMemFree_v2(self.pointer),
+                Origin::Taken(owner) => owner.release_after(&self.stream),
             }
         }
     }

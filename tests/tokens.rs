@@ -369,3 +369,62 @@ proptest! {
         LocalWorld::new(n).unwrap().run(|group| cross_entropy::<f32>(group, classes, rows, scale, (0.1, 1e-3, None), (3e-5, 2e-5))).unwrap();
     }
 }
+
+/// The same on CUDA devices, by kernels.
+#[cfg(feature = "cuda")]
+mod on_cuda {
+    use super::*;
+    use common::cuda::{Kind, World, devices};
+
+    #[test]
+    fn embeddings_equal_the_dense_table_bit_for_bit() {
+        for (n, kind) in (1..=devices().min(4)).flat_map(|n| Kind::ALL.map(|kind| (n, kind))) {
+            World::new(kind, n)
+                .run(|group| {
+                    for (mode, overlap) in MODES.into_iter().flat_map(|mode| OVERLAPS.map(|overlap| (mode, overlap))) {
+                        embedding::<f32>(group, mode, overlap, 4 * n + 1, true)?;
+                        embedding::<f64>(group, mode, overlap, 7, false)?;
+                        embedding::<bf16>(group, mode, overlap, n, false)?;
+                        embedding::<f16>(group, mode, overlap, 7, true)?;
+                    }
+                    Ok(())
+                })
+                .unwrap();
+        }
+    }
+
+    #[test]
+    fn cross_entropy_equals_the_dense_one() {
+        let options = [(0.0, 0.0, None), (0.1, 0.0, Some(-100)), (0.3, 1e-2, Some(0))];
+        for (n, kind) in (1..=devices().min(4)).flat_map(|n| Kind::ALL.map(|kind| (n, kind))) {
+            World::new(kind, n)
+                .run(|group| {
+                    for (classes, options) in [1, 5, 37].into_iter().flat_map(|c| options.map(|options| (c, options))) {
+                        cross_entropy::<f64>(group, classes, 4, 5.0, options, (1e-13, 1e-13))?;
+                        cross_entropy::<f32>(group, classes, 4, 5.0, options, (1e-6, 1e-6))?;
+                        cross_entropy::<bf16>(group, classes, 4, 5.0, options, (1e-6, 4e-3))?;
+                        cross_entropy::<f16>(group, classes, 4, 80.0, options, (1e-6, 1e-3))?;
+                        cross_entropy::<f32>(group, classes, 0, 5.0, options, (0.0, 0.0))?;
+                    }
+                    Ok(())
+                })
+                .unwrap();
+        }
+    }
+
+    #[test]
+    fn an_id_that_is_none_is_named_with_its_position() {
+        if devices() == 0 {
+            return;
+        }
+        World::new(Kind::Nccl, devices().min(2))
+            .run(|group| {
+                let layer = TensorParallelEmbedding::<f32>::builder(5, 2).mode(LinearMode::AllReduce).build(group)?;
+                let ids = group.tensor(&[0, 4, 5], &[3], Placement::Replicated)?;
+                let error = layer.forward(&ids).unwrap_err().to_string();
+                assert!(error.contains("5 at position 2"), "{error}");
+                layer.forward(&group.tensor(&[0, 4], &[2], Placement::Replicated)?).map(drop)
+            })
+            .unwrap();
+    }
+}

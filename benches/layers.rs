@@ -3,18 +3,25 @@
 //!
 //! `cargo bench --bench layers` takes minutes: 2 ranks, rows and features divided by 8, a modelled link on which the
 //! communication takes about as long as the matmul would. `ATP_BENCH_FULL=1` uses the true shapes (8192 rows), for machines
-//! that can. A time is the slowest rank's; throughput counts the floating-point operations of one rank.
+//! that can, and `ATP_BENCH_FULL=0` does not. A time is the slowest rank's; throughput counts the floating-point operations of one rank.
+//!
+//! With the feature `cuda`, on a machine with GPUs: one rank a GPU over NCCL, or two ranks that share the only one; bf16, true
+//! shapes, no modelled link.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use async_tensor_parallel::{
-    Group, LinearMode, Link, LocalWorld, Matmul, Matrix, Overlap, Placement, Result, TensorParallelColumnLinear,
+    Float, Group, LinearMode, Link, LocalWorld, Matmul, Matrix, Overlap, Placement, Result, TensorParallelColumnLinear,
     TensorParallelRowLinear,
 };
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
-const RANKS: usize = 2;
+#[allow(missing_docs)]
+#[path = "../examples/common/world.rs"]
+mod world;
+
+use world::{Engine, World};
 
 /// A layer of a real model: features of the whole.
 struct Shape {
@@ -36,29 +43,41 @@ const SHAPES: [Shape; 8] = [
     Shape { name: "70B down", column: false, in_features: 28672, out_features: 8192 },
 ];
 
-fn full() -> bool {
-    std::env::var_os("ATP_BENCH_FULL").is_some_and(|value| value != "0")
+/// Whether the shapes are the true ones.
+fn full(engine: Engine) -> bool {
+    match std::env::var("ATP_BENCH_FULL") {
+        Ok(value) => value != "0",
+        Err(_) => engine != Engine::Local,
+    }
 }
 
-/// Rows of the whole input, and what features are divided by.
-fn scale() -> (usize, usize) {
-    if full() { (8192, 1) } else { (512, 8) }
+/// Where the ranks run, and how many there are.
+fn engine() -> (Engine, usize) {
+    #[cfg(feature = "cuda")]
+    match async_tensor_parallel::CudaDevice::count() {
+        Ok(1) => return (Engine::Peer, 2),
+        Ok(count) if count > 1 => return (Engine::Nccl, count),
+        _ => {}
+    }
+    (Engine::Local, 2)
 }
 
 /// Runs `work` on every rank `iterations` times, all starting together, and returns the slowest rank's total.
 fn on_ranks(
-    world: &LocalWorld,
+    world: &World,
     iterations: u64,
     work: impl Fn(&Group) -> Result<Box<dyn FnMut() -> Result<()> + '_>> + Sync,
 ) -> Duration {
     let times = world.run(|group| {
         let mut step = work(group)?;
         step()?;
+        group.device().synchronize()?;
         group.barrier()?;
         let begun = Instant::now();
         for _ in 0..iterations {
             step()?;
         }
+        group.device().synchronize()?;
         group.barrier()?;
         Ok(begun.elapsed())
     });
@@ -67,17 +86,20 @@ fn on_ranks(
 
 /// Either layer, with this rank's input and output gradient.
 macro_rules! step {
-    ($group:expr, $shape:expr, $mode:expr, $overlap:expr, $rows:expr, $backward:expr) => {{
+    ($dtype:ty, $group:expr, $shape:expr, $mode:expr, $overlap:expr, $rows:expr, $backward:expr) => {{
         let Shape { column, in_features, out_features, .. } = $shape;
+        let ranks = $group.world_size();
         let scatter = $mode == LinearMode::ReduceScatter;
         let (outer, placement) =
-            if scatter { ($rows / RANKS, Placement::Rows) } else { ($rows, Placement::Replicated) };
+            if scatter { ($rows / ranks, Placement::Rows) } else { ($rows, Placement::Replicated) };
         macro_rules! drive {
             ($layer:ident, $x:expr, $x_placement:expr, $dy:expr, $dy_placement:expr) => {{
-                let layer =
-                    $layer::<f32>::builder(*in_features, *out_features).mode($mode).overlap($overlap).build($group)?;
-                let x = $group.tensor(&vec![0.5f32; $x[0] * $x[1]], &$x, $x_placement)?;
-                let dy = $group.tensor(&vec![0.5f32; $dy[0] * $dy[1]], &$dy, $dy_placement)?;
+                let layer = $layer::<$dtype>::builder(*in_features, *out_features)
+                    .mode($mode)
+                    .overlap($overlap)
+                    .build($group)?;
+                let x = $group.tensor(&vec![<$dtype>::from_f64(0.5); $x[0] * $x[1]], &$x, $x_placement)?;
+                let dy = $group.tensor(&vec![<$dtype>::from_f64(0.5); $dy[0] * $dy[1]], &$dy, $dy_placement)?;
                 let saved = layer.forward(&x)?.1;
                 Box::new(move || {
                     if $backward {
@@ -93,13 +115,13 @@ macro_rules! step {
                 TensorParallelColumnLinear,
                 [outer, *in_features],
                 placement,
-                [$rows, out_features / RANKS],
+                [$rows, out_features / ranks],
                 Placement::Features
             )
         } else {
             drive!(
                 TensorParallelRowLinear,
-                [$rows, in_features / RANKS],
+                [$rows, in_features / ranks],
                 Placement::Features,
                 [outer, *out_features],
                 placement
@@ -109,25 +131,26 @@ macro_rules! step {
 }
 
 /// The forward product of one rank, and nothing else.
-fn matmul_alone(group: &Group, shape: &Shape, rows: usize) -> Result<Box<dyn FnMut() -> Result<()>>> {
+fn matmul_alone<T: Float>(group: &Group, shape: &Shape, rows: usize) -> Result<Box<dyn FnMut() -> Result<()>>> {
+    let ranks = group.world_size();
     let (inner, out) = if shape.column {
-        (shape.in_features, shape.out_features / RANKS)
+        (shape.in_features, shape.out_features / ranks)
     } else {
-        (shape.in_features / RANKS, shape.out_features)
+        (shape.in_features / ranks, shape.out_features)
     };
-    let x = group.tensor(&vec![0.5f32; rows * inner], &[rows, inner], Placement::Replicated)?;
-    let w = group.tensor(&vec![0.5f32; out * inner], &[out, inner], Placement::Replicated)?;
+    let x = group.tensor(&vec![T::from_f64(0.5); rows * inner], &[rows, inner], Placement::Replicated)?;
+    let w = group.tensor(&vec![T::from_f64(0.5); out * inner], &[out, inner], Placement::Replicated)?;
     let device = group.device().clone();
-    let mut y = device.allocate(rows * out * 4)?;
+    let mut y = device.allocate(rows * out * T::DTYPE.size())?;
     Ok(Box::new(move || {
         device.matmul(Matmul {
             name: "alone",
-            dtype: async_tensor_parallel::DType::F32,
+            dtype: T::DTYPE,
             a: Matrix::new(x.buffer(), rows, inner),
             b: Matrix::new(w.buffer(), out, inner).t(),
             out: &mut y,
             out_offset: 0,
-            out_dtype: async_tensor_parallel::DType::F32,
+            out_dtype: T::DTYPE,
             accumulate: false,
             bias: None,
         })
@@ -135,20 +158,33 @@ fn matmul_alone(group: &Group, shape: &Shape, rows: usize) -> Result<Box<dyn FnM
 }
 
 /// The forward collective of ReduceScatter mode, and nothing else.
-fn collective_alone<'a>(group: &'a Group, shape: &Shape, rows: usize) -> Result<Box<dyn FnMut() -> Result<()> + 'a>> {
+fn collective_alone<'a, T: Float>(
+    group: &'a Group,
+    shape: &Shape,
+    rows: usize,
+) -> Result<Box<dyn FnMut() -> Result<()> + 'a>> {
+    let ranks = group.world_size();
     Ok(if shape.column {
-        let dims = [rows / RANKS, shape.in_features];
-        let x = group.tensor(&vec![0.5f32; dims[0] * dims[1]], &dims, Placement::Rows)?;
+        let dims = [rows / ranks, shape.in_features];
+        let x = group.tensor(&vec![T::from_f64(0.5); dims[0] * dims[1]], &dims, Placement::Rows)?;
         Box::new(move || group.all_gather(&x)?.wait().map(drop))
     } else {
         let dims = [rows, shape.out_features];
-        let y = group.tensor(&vec![0.5f32; dims[0] * dims[1]], &dims, Placement::Partial)?;
+        let y = group.tensor(&vec![T::from_f64(0.5); dims[0] * dims[1]], &dims, Placement::Partial)?;
         Box::new(move || group.reduce_scatter(&y)?.wait().map(drop))
     })
 }
 
 fn layers(criterion: &mut Criterion) {
-    let (rows, divisor) = scale();
+    match engine() {
+        (Engine::Local, ranks) => bench::<f32>(criterion, Engine::Local, ranks),
+        (engine, ranks) => bench::<half::bf16>(criterion, engine, ranks),
+    }
+}
+
+fn bench<T: Float>(criterion: &mut Criterion, engine: Engine, ranks: usize) {
+    // Rows of the whole input, and what features are divided by.
+    let (rows, divisor) = if full(engine) { (8192, 1) } else { (512, 8) };
     for shape in &SHAPES {
         let shape = Shape {
             name: shape.name,
@@ -156,24 +192,27 @@ fn layers(criterion: &mut Criterion) {
             in_features: shape.in_features / divisor,
             out_features: shape.out_features / divisor,
         };
-        let free = LocalWorld::new(RANKS).expect("two ranks");
-        let matmul = on_ranks(&free, 3, |group| matmul_alone(group, &shape, rows).map(|step| step as _)) / 3;
         let width = if shape.column { shape.in_features } else { shape.out_features };
-        let bytes = (rows * width * 4 * (RANKS - 1) / RANKS) as f64;
-        let link = Link { bandwidth: bytes / matmul.as_secs_f64(), latency: Duration::from_micros(10) };
-        let world = free.with_link(link).expect("a positive bandwidth");
+        let bytes = (rows * width * T::DTYPE.size() * (ranks - 1) / ranks) as f64;
+        let world = if engine == Engine::Local {
+            let free = LocalWorld::new(ranks).expect("two ranks");
+            let matmul = on_ranks(&World::Local(free.clone()), 3, |group| matmul_alone::<T>(group, &shape, rows)) / 3;
+            let link = Link { bandwidth: bytes / matmul.as_secs_f64(), latency: Duration::from_micros(10) };
+            World::Local(free.with_link(link).expect("a positive bandwidth"))
+        } else {
+            World::new(engine, ranks).expect("as many ranks as GPUs")
+        };
 
         let mut group = criterion.benchmark_group(shape.name);
-        let flops = 2 * rows as u64 * shape.in_features as u64 * shape.out_features as u64 / RANKS as u64;
+        let flops = 2 * rows as u64 * shape.in_features as u64 * shape.out_features as u64 / ranks as u64;
         group.sample_size(10).warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_millis(800));
         group.throughput(Throughput::Elements(flops));
         group.bench_function("matmul alone", |bencher| {
-            bencher
-                .iter_custom(|n| on_ranks(&world, n, |group| matmul_alone(group, &shape, rows).map(|step| step as _)));
+            bencher.iter_custom(|n| on_ranks(&world, n, |group| matmul_alone::<T>(group, &shape, rows)));
         });
         group.throughput(Throughput::Bytes(bytes as u64));
         group.bench_function("collective alone", |bencher| {
-            bencher.iter_custom(|n| on_ranks(&world, n, |group| collective_alone(group, &shape, rows)));
+            bencher.iter_custom(|n| on_ranks(&world, n, |group| collective_alone::<T>(group, &shape, rows)));
         });
         for (direction, products) in [("forward", 1), ("backward", 2)] {
             group.throughput(Throughput::Elements(products * flops));
@@ -183,7 +222,7 @@ fn layers(criterion: &mut Criterion) {
                     let id = BenchmarkId::new(direction, format!("{mode:?} {overlap}"));
                     group.bench_function(id, |bencher| {
                         bencher.iter_custom(|n| {
-                            on_ranks(&world, n, |group| Ok(step!(group, &shape, mode, overlap, rows, products == 2)))
+                            on_ranks(&world, n, |group| Ok(step!(T, group, &shape, mode, overlap, rows, products == 2)))
                         });
                     });
                 }

@@ -63,7 +63,9 @@ fn compare(engine: Engine) -> Result<()> {
     println!("1 rank: losses {:.4} … {:.4}", alone[0], alone[STEPS - 1]);
     assert!(alone[STEPS - 1] < 0.6 * alone[0], "it does not learn: {alone:?}");
     let launched = first.launched_ranks();
-    for ranks in launched.map_or(vec![1, 2, 4], |ranks| vec![ranks]) {
+    let most = if engine == Engine::Nccl { engine.most_ranks() } else { None };
+    let several = || [1, 2, 4].into_iter().filter(|ranks| most.is_none_or(|most| *ranks <= most)).collect();
+    for ranks in launched.map_or_else(several, |ranks| vec![ranks]) {
         for mode in [LinearMode::AllReduce, LinearMode::ReduceScatter] {
             for overlap in [Overlap::Blocking, Overlap::Async] {
                 let losses = train(engine, ranks, mode, overlap)?;

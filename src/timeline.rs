@@ -94,10 +94,15 @@ impl Recorder {
 
     /// A span that ends when the guard is dropped. It is also a `tracing` span.
     pub(crate) fn span(&self, lane: Lane, name: &'static str) -> SpanGuard<'_> {
-        let traced = tracing::trace_span!(target: "async_tensor_parallel", "span", rank = self.rank, ?lane, name);
-        SpanGuard {
-            open: self.is_on().then(|| (self, lane, name, Instant::now())),
-            _traced: traced.entered(),
+        let open = self.is_on().then(|| (self, lane, name, Instant::now()));
+        SpanGuard { open, _traced: self.trace(lane, name) }
+    }
+
+    /// The `tracing` span alone, of what is timed elsewhere.
+    pub(crate) fn trace(&self, lane: Lane, name: &'static str) -> Traced {
+        let span = tracing::trace_span!(target: "async_tensor_parallel", "span", rank = self.rank, ?lane, name);
+        Traced {
+            _entered: span.entered(),
             #[cfg(feature = "nvtx")]
             _range: crate::nvtx::Range::new(name),
         }
@@ -117,7 +122,12 @@ impl Recorder {
 /// Notes its span when dropped.
 pub(crate) struct SpanGuard<'a> {
     open: Option<(&'a Recorder, Lane, &'static str, Instant)>,
-    _traced: tracing::span::EnteredSpan,
+    _traced: Traced,
+}
+
+/// A span that others show.
+pub(crate) struct Traced {
+    _entered: tracing::span::EnteredSpan,
     #[cfg(feature = "nvtx")]
     _range: crate::nvtx::Range,
 }

@@ -7,9 +7,9 @@ use async_tensor_parallel::Error;
 #[cfg(feature = "mpi")]
 use async_tensor_parallel::MpiWorld;
 use async_tensor_parallel::timeline::Recorder;
-use async_tensor_parallel::{Group, LocalWorld, Result, launch};
 #[cfg(feature = "cuda")]
-use async_tensor_parallel::{NcclWorld, PeerWorld};
+use async_tensor_parallel::{CudaDevice, NcclWorld, PeerWorld};
+use async_tensor_parallel::{Group, LocalWorld, Result, launch};
 
 /// What the flags mean, for an example's help.
 pub const HELP: &str = "\
@@ -59,6 +59,26 @@ impl Flags {
                 backend.unwrap_or("not given"),
                 communicator.unwrap_or("not given")
             )),
+        }
+    }
+}
+
+impl Engine {
+    /// As many ranks as asked for, or else one a GPU where there are several, or else `otherwise`.
+    pub fn ranks(self, asked: Option<usize>, otherwise: usize) -> usize {
+        asked.unwrap_or_else(|| match (self.most_ranks(), self) {
+            (Some(most), Engine::Nccl) => most,
+            (Some(most), Engine::Peer) if most > 1 => most,
+            _ => otherwise,
+        })
+    }
+
+    /// The number of GPUs, which NCCL wants one of for each rank; `None` where that sets no limit.
+    pub fn most_ranks(self) -> Option<usize> {
+        match self {
+            #[cfg(feature = "cuda")]
+            Engine::Nccl | Engine::Peer => CudaDevice::count().ok().map(|count| count.max(1)),
+            _ => None,
         }
     }
 }

@@ -10,7 +10,7 @@ pub const HELP: &str = "\
 Compares the modes and overlaps of tensor-parallel linear layers, checks them against a dense float64 result, and draws
 their timelines.
 
-  --ranks N              ranks, each a thread [4]
+  --ranks N              ranks, each a thread [4, or one a GPU]
   --rows N               rows of the whole input [2048]
   --in-features N        of the column layer; the row layer goes back [1024]
   --out-features N       of the column layer [8192]
@@ -50,6 +50,7 @@ impl Options {
     /// Reads the process's arguments; `None` where help was asked for.
     pub fn from_args() -> Result<Option<Self>, lexopt::Error> {
         use lexopt::prelude::*;
+        let mut ranks = None;
         let mut options = Self {
             ranks: 4,
             rows: 2048,
@@ -66,7 +67,7 @@ impl Options {
         let (mut flags, mut parser) = (Flags::default(), lexopt::Parser::from_env());
         while let Some(argument) = parser.next()? {
             match argument {
-                Long("ranks") => options.ranks = parser.value()?.parse()?,
+                Long("ranks") => ranks = Some(parser.value()?.parse()?),
                 Long("rows") => options.rows = parser.value()?.parse()?,
                 Long("in-features") => options.in_features = parser.value()?.parse()?,
                 Long("out-features") => options.out_features = parser.value()?.parse()?,
@@ -95,6 +96,7 @@ impl Options {
             }
         }
         options.engine = flags.engine()?;
+        options.ranks = options.engine.ranks(ranks, options.ranks);
         Ok(Some(options))
     }
 }

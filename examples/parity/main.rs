@@ -59,6 +59,14 @@ fn main() -> ExitCode {
             skipped.push(name.to_string());
             continue;
         }
+        let most = if engine == Engine::Nccl { engine.most_ranks() } else { None };
+        if let (Ok(case), Some(most)) = (&case, most)
+            && case.world_size > most
+        {
+            say(format!("{name}: skipped, it is for {} ranks and there are {most} GPUs", case.world_size));
+            skipped.push(name.to_string());
+            continue;
+        }
         let outcome = case.map_err(|error| error.to_string()).and_then(|case| run::run(&case, &overlaps, engine));
         match outcome {
             Ok(run::Outcome::Compared { worst, passes: true, .. }) => {

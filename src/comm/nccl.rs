@@ -24,9 +24,10 @@ use operation::{Health, Op};
 
 use crate::comm::host::{Header, Kind, closed};
 use crate::comm::local::{Board, Failure};
-use crate::comm::queue::{Event, Queue};
+use crate::comm::queue::Queue;
 use crate::comm::{Blocks, Communicator, Operation, ReduceOp};
 use crate::device::cuda::CudaDevice;
+use crate::device::cuda::events::Event;
 use crate::device::{Device, same_length};
 use crate::dtype::DType;
 use crate::layout::ShardLayout;

@@ -10,10 +10,11 @@ use std::time::Duration;
 
 use crate::comm::host::{Header, Kind, Mark, Work};
 use crate::comm::local::{Board, Outcomes, Seat, first_failure, run_ranks};
-use crate::comm::queue::{Event, Queue};
+use crate::comm::queue::Queue;
 use crate::comm::{DEFAULT_DEADLINE, ReduceOp};
 use crate::device::Device;
 use crate::device::cuda::CudaDevice;
+use crate::device::cuda::events::Event;
 use crate::group::Group;
 use crate::memory::{Buffer, BufferMut};
 use crate::timeline::Recorder;

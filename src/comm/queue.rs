@@ -9,26 +9,18 @@
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaContext, sys};
 
+use crate::Result;
 use crate::comm::ReduceOp;
 use crate::device::Device;
-use crate::device::cuda::CudaDevice;
+use crate::device::cuda::events::{Event, Stopwatch};
 use crate::device::cuda::memory::{pointer, pointer_mut};
+use crate::device::cuda::{CudaDevice, check};
 use crate::dtype::DType;
 use crate::memory::{Buffer, BufferMut};
 use crate::timeline::{Lane, Recorder};
-use crate::{Error, Result};
-
-/// Turns what a driver call returned into a result.
-pub(crate) fn driver(call: &'static str, code: sys::CUresult) -> Result<()> {
-    if code == sys::CUresult::CUDA_SUCCESS {
-        return Ok(());
-    }
-    Err(Error::Foreign { library: "CUDA", call: call.into(), message: format!("{code:?}") })
-}
 
 /// Where a buffer lies on its device.
 pub(crate) fn address(buffer: &Buffer) -> Result<sys::CUdeviceptr> {
@@ -40,92 +32,6 @@ pub(crate) fn address_mut(buffer: &mut BufferMut) -> Result<sys::CUdeviceptr> {
     pointer_mut(buffer).map(|(address, _)| address)
 }
 
-/// A point in a stream, used again once nobody holds it.
-pub(crate) struct Event {
-    raw: sys::CUevent,
-    device: Arc<CudaDevice>,
-}
-
-// SAFETY: the driver's events may be used from any thread.
-unsafe impl Send for Event {}
-// SAFETY: as above; recording is done by `Queue`, which hands out an event only when nobody else holds it.
-unsafe impl Sync for Event {}
-
-impl Event {
-    fn new(device: &Arc<CudaDevice>, timed: bool) -> Result<Self> {
-        let mut raw = std::ptr::null_mut();
-        let flags = match timed {
-            true => sys::CUevent_flags::CU_EVENT_DEFAULT,
-            false => sys::CUevent_flags::CU_EVENT_DISABLE_TIMING,
-        } as u32;
-        // SAFETY: the context is bound, and `raw` is written before it is read.
-        driver("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags) })?;
-        Ok(Self { raw, device: Arc::clone(device) })
-    }
-
-    /// Records it in a stream of the bound context. Nobody else holds the event.
-    fn record(&self, stream: sys::CUstream) -> Result<()> {
-        // SAFETY: event and stream belong to the bound context and are alive.
-        driver("cuEventRecord", unsafe { sys::cuEventRecord(self.raw, stream) })
-    }
-
-    /// Records it in a stream of its own, which is empty, and waits for it.
-    fn record_apart(&self) -> Result<()> {
-        let mut stream = std::ptr::null_mut();
-        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: the context is bound, and `stream` is written before it is read.
-        driver("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut stream, flags) })?;
-        let recorded = self.record(stream).and_then(|()| self.wait());
-        // SAFETY: created above, destroyed once.
-        unsafe { sys::cuStreamDestroy_v2(stream) };
-        recorded
-    }
-
-    /// How long after `earlier` the device passed it. Both have been passed and keep the time.
-    fn since(&self, earlier: &Event) -> Result<Duration> {
-        // SAFETY: both events are alive.
-        let elapsed = unsafe { cudarc::driver::result::event::elapsed(earlier.raw, self.raw) };
-        let milliseconds = elapsed.map_err(|error| Error::Foreign {
-            library: "CUDA",
-            call: "cuEventElapsedTime".into(),
-            message: format!("{:?}", error.0),
-        })?;
-        Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
-    }
-
-    /// Whether the stream has passed it.
-    pub(crate) fn has_passed(&self) -> Result<bool> {
-        self.device.bind()?;
-        // SAFETY: the event lives as long as `self`.
-        match unsafe { sys::cuEventQuery(self.raw) } {
-            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            code => driver("cuEventQuery", code).map(|()| true),
-        }
-    }
-
-    /// Waits on the host until the stream has passed it.
-    pub(crate) fn wait(&self) -> Result<()> {
-        self.device.bind()?;
-        // SAFETY: the event lives as long as `self`.
-        driver("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.raw) })
-    }
-}
-
-impl fmt::Debug for Event {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "event {:p} of {}", self.raw, self.device.describe())
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        if self.device.bind().is_ok() {
-            // SAFETY: created in `new`, destroyed once. The driver keeps what streams still wait for.
-            unsafe { sys::cuEventDestroy_v2(self.raw) };
-        }
-    }
-}
-
 /// A stream of its own for a rank's communication, of the highest priority, and a pool of events.
 pub(crate) struct Queue {
     stream: sys::CUstream,
@@ -134,24 +40,7 @@ pub(crate) struct Queue {
     next: AtomicUsize,
     /// The ordinals of devices whose memory has been copied from.
     peers: Mutex<Vec<usize>>,
-    recorder: Recorder,
-    clock: Mutex<Clock>,
-}
-
-/// Times on the device, for the timeline.
-#[derive(Default)]
-struct Clock {
-    /// An event, and when the device passed it.
-    zero: Option<(Event, Instant)>,
-    /// Spans that the device may not have passed yet.
-    open: Vec<Timed>,
-}
-
-struct Timed {
-    name: &'static str,
-    bytes: u64,
-    start: Event,
-    end: Event,
+    stopwatch: Stopwatch,
 }
 
 // SAFETY: the driver's streams may be used from any thread.
@@ -164,20 +53,19 @@ impl Queue {
         device.bind()?;
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: the context is bound; both are plain integers.
-        driver("cuCtxGetStreamPriorityRange", unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) })?;
+        check("cuCtxGetStreamPriorityRange", unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) })?;
         let mut stream = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the context is bound, and `stream` is written before it is read.
         let code = unsafe { sys::cuStreamCreateWithPriority(&mut stream, flags, greatest) };
-        driver("cuStreamCreateWithPriority", code)?;
+        check("cuStreamCreateWithPriority", code)?;
         Ok(Self {
             stream,
             device: Arc::clone(device),
             events: Mutex::default(),
             next: AtomicUsize::new(0),
             peers: Mutex::default(),
-            recorder,
-            clock: Mutex::default(),
+            stopwatch: Stopwatch::new(device.context(), recorder, Lane::Communication),
         })
     }
 
@@ -186,7 +74,7 @@ impl Queue {
     }
 
     pub(crate) fn recorder(&self) -> &Recorder {
-        &self.recorder
+        self.stopwatch.recorder()
     }
 
     pub(crate) fn stream(&self) -> sys::CUstream {
@@ -206,7 +94,7 @@ impl Queue {
                 return Ok(Arc::clone(&events[index]));
             }
         }
-        let event = Arc::new(Event::new(&self.device, false)?);
+        let event = Arc::new(Event::new(self.device.context(), false)?);
         events.push(Arc::clone(&event));
         Ok(event)
     }
@@ -221,7 +109,7 @@ impl Queue {
     fn order(&self, stream: sys::CUstream, after: &Event) -> Result<()> {
         self.device.bind()?;
         // SAFETY: event and stream are alive; the event may belong to another context.
-        driver("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, after.raw, 0) })
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, after.raw(), 0) })
     }
 
     /// What is queued on compute so far.
@@ -231,50 +119,13 @@ impl Queue {
 
     /// What is queued on communication so far.
     pub(crate) fn mark(&self) -> Result<Arc<Event>> {
-        self.note_times()?;
+        self.stopwatch.note()?;
         self.record(self.stream)
     }
 
     /// Queues `work` on the communication stream, as a span of the timeline while that is recorded.
     pub(crate) fn span(&self, name: &'static str, bytes: u64, work: impl FnOnce() -> Result<()>) -> Result<()> {
-        if !self.recorder.is_on() {
-            return work();
-        }
-        self.device.bind()?;
-        let mut clock = self.clock.lock().unwrap_or_else(PoisonError::into_inner);
-        if clock.zero.is_none() {
-            let zero = Event::new(&self.device, true)?;
-            zero.record_apart()?;
-            clock.zero = Some((zero, Instant::now()));
-        }
-        drop(clock);
-        let (start, end) = (Event::new(&self.device, true)?, Event::new(&self.device, true)?);
-        start.record(self.stream)?;
-        work()?;
-        end.record(self.stream)?;
-        let mut clock = self.clock.lock().unwrap_or_else(PoisonError::into_inner);
-        clock.open.push(Timed { name, bytes, start, end });
-        Ok(())
-    }
-
-    /// Notes the spans that the device has passed.
-    fn note_times(&self) -> Result<()> {
-        let mut clock = self.clock.lock().unwrap_or_else(PoisonError::into_inner);
-        let Clock { zero, open } = &mut *clock;
-        let Some((event, at)) = zero else { return Ok(()) };
-        while let Some(span) = open.first() {
-            if !span.end.has_passed()? {
-                return Ok(());
-            }
-            let (start, end) = (*at + span.start.since(event)?, *at + span.end.since(event)?);
-            self.recorder.note(Lane::Communication, span.name, start, end, span.bytes);
-            open.remove(0);
-        }
-        if !self.recorder.is_on() {
-            // The device's clock counts in single precision: the next recording starts anew.
-            *zero = None;
-        }
-        Ok(())
+        self.stopwatch.span(self.stream, name, bytes, work)
     }
 
     /// Orders later communication after the event.
@@ -325,7 +176,7 @@ impl Queue {
                 unsafe { sys::cuMemcpyPeerAsync(to, target.cu_ctx(), from, source.cu_ctx(), bytes, self.stream) };
             ("cuMemcpyPeerAsync", code)
         };
-        driver(call, code)
+        check(call, code)
     }
 
     /// Combines equally long summands in the order given, in the accumulator's dtype, rounding once, on the
@@ -345,7 +196,7 @@ impl Queue {
     pub(crate) fn drain(&self) -> Result<()> {
         self.device.bind()?;
         // SAFETY: the stream lives as long as `self`.
-        driver("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream) })
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream) })
     }
 }
 

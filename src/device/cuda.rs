@@ -3,6 +3,7 @@
 //! Buffers are this crate's own and are ordered by its own rules: cudarc's event tracking takes no part, neither here nor for the
 //! slices of a program that shares the device.
 
+pub(crate) mod events;
 pub(crate) mod kernels;
 pub(crate) mod library;
 mod matmul;
@@ -23,12 +24,13 @@ use crate::dtype::DType;
 use crate::memory::{Buffer, BufferMut, Pool};
 use crate::timeline::{Lane, Recorder};
 use crate::{Error, Result};
+use events::Stopwatch;
 use kernels::{Kernels, Name, Work};
 use matmul::{Blas, Shape};
 use memory::{CudaMemory, pointer, pointer_mut};
 
 /// Turns what a driver call returned into a result.
-fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
+pub(crate) fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
     code.result().map_err(|error| foreign(call, &error))
 }
 
@@ -48,7 +50,7 @@ pub struct CudaDevice {
     pooled: bool,
     workspace: Mutex<Option<BufferMut>>,
     failed: Mutex<Option<Error>>,
-    recorder: Recorder,
+    stopwatch: Stopwatch,
 }
 
 impl fmt::Debug for CudaDevice {
@@ -77,7 +79,8 @@ impl CudaDevice {
         Self::with_recorder(ordinal, Recorder::disabled())
     }
 
-    /// The same, which notes its matmuls in `recorder`: when they are queued.
+    /// The same, which notes its work in `recorder`, with the device's own times. What the device has not been waited for yet
+    /// ([`Device::synchronize`], or a look at results) is noted then.
     ///
     /// # Errors
     /// As [`CudaDevice::new`].
@@ -102,6 +105,7 @@ impl CudaDevice {
         let pools = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
         let pooled = stream.context().attribute(pools).is_ok_and(|supported| supported != 0);
         Self {
+            stopwatch: Stopwatch::new(stream.context(), recorder, Lane::Compute),
             context: Arc::clone(stream.context()),
             stream,
             pool: Pool::default(),
@@ -111,7 +115,6 @@ impl CudaDevice {
             pooled,
             workspace: Mutex::default(),
             failed: Mutex::default(),
-            recorder,
         }
     }
 
@@ -199,6 +202,66 @@ fn arg<T>(value: &mut T) -> *mut c_void {
     std::ptr::from_mut(value).cast()
 }
 
+impl CudaDevice {
+    /// Queues `work` on the compute stream, as a span of the timeline.
+    fn timed(&self, name: &'static str, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.stopwatch.span(self.stream(), name, 0, work)
+    }
+
+    /// Queues a product of m × k and k × n elements that has been checked and is not empty.
+    fn multiply(&self, matmul: Matmul<'_>, (m, k, n): (usize, usize, usize)) -> Result<()> {
+        let (dtype, out_dtype) = (matmul.dtype, matmul.out_dtype);
+        let bytes = matmul.out_offset..matmul.out_offset + m * n * out_dtype.size();
+        if k == 0 {
+            // An empty sum is zero, plus bias.
+            return matmul.out.within(bytes, |out| {
+                if !matmul.accumulate {
+                    self.zero(out)?;
+                }
+                matmul.bias.map_or(Ok(()), |bias| self.add_bias(dtype, bias, out))
+            });
+        }
+        self.bind()?;
+        let blas = self.blas.get_or_init(|| Blas::new(self.tf32)).as_ref().map_err(Clone::clone)?;
+        let mut workspace = self.workspace.lock().unwrap_or_else(PoisonError::into_inner);
+        let workspace = match &mut *workspace {
+            Some(workspace) => workspace,
+            none => none.insert(self.allocate(Blas::WORKSPACE)?),
+        };
+        let addresses = [
+            pointer(matmul.a.buffer)?.0,
+            pointer(matmul.b.buffer)?.0,
+            pointer_mut(matmul.out)?.0 + matmul.out_offset as u64,
+        ];
+        // The epilogue adds a bias of the output's own dtype.
+        let fused = matmul.bias.filter(|_| out_dtype == dtype);
+        let bias = fused.map(pointer).transpose()?.map(|(address, _)| address);
+        let lowest = addresses.iter().chain(&bias).map(|address| address.trailing_zeros()).min().unwrap_or(8);
+        let shape = Shape {
+            dtype,
+            out_dtype,
+            m,
+            k,
+            n,
+            a_transposed: matmul.a.transposed,
+            b_transposed: matmul.b.transposed,
+            accumulate: matmul.accumulate,
+            bias: bias.is_some(),
+            alignment: 1 << lowest.min(8),
+        };
+        let workspace = pointer_mut(workspace)?.0;
+        // SAFETY: the product was checked; buffers and workspace are used on this stream alone until they are ordered elsewhere.
+        unsafe { blas.matmul(shape, addresses, bias, workspace, self.stream()) }?;
+        match matmul.bias.filter(|_| fused.is_none()) {
+            None => Ok(()),
+            Some(_) => Err(Error::Unsupported {
+                what: "a bias on an output of another dtype".into(),
+                reason: "no layer asks for it".into(),
+            }),
+        }
+    }
+}
+
 impl Device for CudaDevice {
     fn describe(&self) -> String {
         format!("CUDA device {}", self.context.ordinal())
@@ -271,58 +334,8 @@ impl Device for CudaDevice {
         if m == 0 || n == 0 {
             return Ok(());
         }
-        let _span = self.recorder.span(Lane::Compute, matmul.name);
-        let (dtype, out_dtype) = (matmul.dtype, matmul.out_dtype);
-        let bytes = matmul.out_offset..matmul.out_offset + m * n * out_dtype.size();
-        if k == 0 {
-            // An empty sum is zero, plus bias.
-            return matmul.out.within(bytes, |out| {
-                if !matmul.accumulate {
-                    self.zero(out)?;
-                }
-                matmul.bias.map_or(Ok(()), |bias| self.add_bias(dtype, bias, out))
-            });
-        }
-        self.bind()?;
-        let blas = self.blas.get_or_init(|| Blas::new(self.tf32)).as_ref().map_err(Clone::clone)?;
-        let mut workspace = self.workspace.lock().unwrap_or_else(PoisonError::into_inner);
-        let workspace = match &mut *workspace {
-            Some(workspace) => workspace,
-            none => none.insert(self.allocate(Blas::WORKSPACE)?),
-        };
-        let addresses = [
-            pointer(matmul.a.buffer)?.0,
-            pointer(matmul.b.buffer)?.0,
-            pointer_mut(matmul.out)?.0 + matmul.out_offset as u64,
-        ];
-        // The epilogue adds a bias of the output's own dtype.
-        let fused = matmul.bias.filter(|_| out_dtype == dtype);
-        let bias = fused.map(pointer).transpose()?.map(|(address, _)| address);
-        let lowest = addresses.iter().chain(&bias).map(|address| address.trailing_zeros()).min().unwrap_or(8);
-        let shape = Shape {
-            dtype,
-            out_dtype,
-            m,
-            k,
-            n,
-            a_transposed: matmul.a.transposed,
-            b_transposed: matmul.b.transposed,
-            accumulate: matmul.accumulate,
-            bias: bias.is_some(),
-            alignment: 1 << lowest.min(8),
-        };
-        let workspace = pointer_mut(workspace)?.0;
-        // SAFETY: the product was checked; buffers and workspace are used on this stream alone until they are ordered elsewhere.
-        unsafe { blas.matmul(shape, addresses, bias, workspace, self.stream()) }?;
-        match matmul.bias.filter(|_| fused.is_none()) {
-            None => Ok(()),
-            Some(_) => Err(Error::Unsupported {
-                what: "a bias on an output of another dtype".into(),
-                reason: "no layer asks for it".into(),
-            }),
-        }
+        self.timed(matmul.name, || self.multiply(matmul, (m, k, n)))
     }
-
     fn add_bias(&self, dtype: DType, bias: &Buffer, rows: &mut BufferMut) -> Result<()> {
         if bias.is_empty() || !rows.len().is_multiple_of(bias.len()) {
             return Err(not_whole_rows(rows.len(), bias.len()));
@@ -376,8 +389,7 @@ impl Device for CudaDevice {
         first: i64,
         out: &mut BufferMut,
     ) -> Result<()> {
-        let _span = self.recorder.span(Lane::Compute, "gather rows");
-        tokens::gather_rows(self, dtype, table, ids, first, out)
+        self.timed("gather rows", || tokens::gather_rows(self, dtype, table, ids, first, out))
     }
 
     fn scatter_add_rows(
@@ -389,18 +401,15 @@ impl Device for CudaDevice {
         skip: Option<i64>,
         out: &mut BufferMut,
     ) -> Result<()> {
-        let _span = self.recorder.span(Lane::Compute, "scatter rows");
-        tokens::scatter_add_rows(self, dtype, rows, ids, first, skip, out)
+        self.timed("scatter rows", || tokens::scatter_add_rows(self, dtype, rows, ids, first, skip, out))
     }
 
     fn row_max(&self, dtype: DType, logits: Matrix<'_>, valid: usize, out: &mut BufferMut) -> Result<()> {
-        let _span = self.recorder.span(Lane::Compute, "row max");
-        tokens::row_max(self, dtype, logits, valid, out)
+        self.timed("row max", || tokens::row_max(self, dtype, logits, valid, out))
     }
 
     fn softmax_sums(&self, part: &SoftmaxPart<'_>, max: &Buffer, out: &mut BufferMut) -> Result<()> {
-        let _span = self.recorder.span(Lane::Compute, "softmax sums");
-        tokens::softmax_sums(self, part, max, out)
+        self.timed("softmax sums", || tokens::softmax_sums(self, part, max, out))
     }
 
     fn cross_entropy_loss(
@@ -424,14 +433,14 @@ impl Device for CudaDevice {
         grad: &Buffer,
         out: &mut BufferMut,
     ) -> Result<()> {
-        let _span = self.recorder.span(Lane::Compute, "softmax gradient");
-        tokens::cross_entropy_grad(self, part, loss, [max, sums, grad], out)
+        self.timed("softmax gradient", || tokens::cross_entropy_grad(self, part, loss, [max, sums, grad], out))
     }
 
     fn synchronize(&self) -> Result<()> {
         self.bind()?;
         // SAFETY: the stream is alive.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream()) })?;
+        self.stopwatch.note()?;
         self.failure()
     }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use async_tensor_parallel::timeline::{Lane, Recorder};
 use async_tensor_parallel::{
     CudaDevice, DType, Element, Error, Float, Group, LocalWorld, NcclCommunicator, NcclConfig, NcclId, NcclWorld,
-    PeerWorld, Placement, Reduction, Result,
+    PeerWorld, Placement, Reduction, Result, TensorParallelColumnLinear,
 };
 use common::cuda::{Kind, World, devices};
 use common::real;
@@ -201,22 +201,27 @@ fn native_reductions_and_whole_gathers() {
     }
 }
 
-/// While the timeline is recorded, what communicates shows, with its bytes.
+/// While the timeline is recorded, what both streams do shows, communication with its bytes.
 #[test]
-fn communication_shows_on_the_timeline() {
+fn both_streams_show_on_the_timeline() {
     if devices() < 2 {
         return;
     }
     for kind in Kind::ALL {
         let outcome = World::new(kind, 2).run(|group| {
             let tensor = group.tensor(&[1f32; 64], &[8, 8], Placement::Partial)?;
+            let layer = TensorParallelColumnLinear::<f32>::builder(8, 4).seed(1).build(group)?;
+            let x = group.tensor(&[1f32; 64], &[8, 8], Placement::Rows)?;
             group.all_reduce(&tensor)?.wait()?;
+            layer.forward(&x)?;
             group.barrier()?;
             if group.rank() == 0 {
                 group.recorder().start();
             }
             group.barrier()?;
             group.all_reduce(&tensor)?.wait()?;
+            layer.forward(&x)?;
+            group.device().synchronize()?;
             group.barrier()?;
             Ok(if group.rank() == 0 { group.recorder().stop() } else { Vec::new() })
         });
@@ -226,6 +231,10 @@ fn communication_shows_on_the_timeline() {
         let received: u64 =
             spans.iter().filter(|s| s.rank == 0 && s.lane == Lane::Communication).map(|s| s.bytes).sum();
         assert!(received >= 256, "{kind:?}: {spans:?}");
+        for rank in 0..2 {
+            let computed = spans.iter().filter(|span| span.rank == rank && span.lane == Lane::Compute).count();
+            assert!(computed >= 2, "{kind:?}, rank {rank}, own rows and the others: {spans:?}");
+        }
         assert!(spans.iter().all(|span| span.start <= span.end && span.end < Duration::from_secs(600)));
     }
 }

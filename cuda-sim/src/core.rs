@@ -79,11 +79,20 @@ pub struct Worker {
     clock: Clock,
     time: u64,
     site: Arc<Site>,
+    /// Whether it works on this process's devices.
+    here: bool,
 }
 impl Worker {
+    /// Stands for one of another process.
+    pub fn elsewhere() -> Self {
+        let site = Site::here("another process".into(), 0, 0);
+        Worker { actor: usize::MAX, clock: Clock::default(), time: 0, site, here: false }
+    }
     /// Notes what the job touches.
     pub fn touch(&self, accesses: &[Access]) {
-        races::touch(self.actor, self.time, &self.clock, &self.site, accesses)
+        if self.here {
+            races::touch(self.actor, self.time, &self.clock, &self.site, accesses)
+        }
     }
     /// The job comes after what `clock` knows.
     pub fn learn(&mut self, clock: &Clock) {
@@ -125,7 +134,7 @@ impl Stream {
                     let t0 = Instant::now();
                     clock.join(&job.host);
                     let time = clock.tick(actor);
-                    let mut worker = Worker { actor, clock, time, site: job.site };
+                    let mut worker = Worker { actor, clock, time, site: job.site, here: true };
                     (job.run)(&mut worker);
                     clock = worker.clock;
                     trace(dev, id, &worker.site.label, t0, Instant::now());

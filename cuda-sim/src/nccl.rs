@@ -1,14 +1,18 @@
-//! NCCL inside one process: every rank's part runs on its stream's worker and meets the others' under the clique's lock.
+//! NCCL: every rank's part runs on its stream's worker and meets the others' under the clique's lock. Ranks of other processes have
+//! a proxy each (`processes`).
 //!
 //! As strict as the real one where its callers err: a communicator that does not block is used only once it says so, its launches
 //! happen on a thread of its own, a first transfer between two ranks waits until both have come, a send ends only when it has been
 //! received, and a rank that aborts tells nobody: the others wait until they abort too.
+mod processes;
+
 use crate::core::{check_dev, cur_dev, env, lock, new_handle, stream, Caller, Jitter, Stream, Worker};
 use crate::races::{reads, writes, Clock};
 use cudarc::nccl::sys as nc;
 use half::{bf16, f16};
 use nc::{cudaStream_t, ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
 use ncclResult_t::*;
+use processes::Remote;
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::ffi::{c_char, c_int, c_void};
@@ -119,10 +123,12 @@ struct Comm {
     finalized: AtomicBool,
     aborted: AtomicBool,
     error: Mutex<Option<ncclResult_t>>,
+    /// Where this rank's proxy is, if it is of another process than its clique.
+    remote: Option<Remote>,
 }
 impl Comm {
-    fn add(clique: Arc<Clique>, rank: usize, dev: usize, blocking: bool) -> ncclComm_t {
-        let comm = Comm {
+    fn of(clique: Arc<Clique>, rank: usize, dev: usize, blocking: bool, remote: Option<Remote>) -> Self {
+        Comm {
             clique,
             rank,
             dev,
@@ -135,7 +141,34 @@ impl Comm {
             finalized: AtomicBool::new(false),
             aborted: AtomicBool::new(false),
             error: Mutex::new(None),
-        };
+            remote,
+        }
+    }
+    fn add(clique: Arc<Clique>, rank: usize, dev: usize, blocking: bool) -> ncclComm_t {
+        Self::register(Self::of(clique, rank, dev, blocking, None))
+    }
+    /// A rank whose clique is in another process.
+    fn add_remote(key: u64, n: usize, rank: usize, dev: usize, blocking: bool) -> std::io::Result<ncclComm_t> {
+        let remote = Remote::join(key, n, rank)?;
+        let handle = Self::register(Self::of(Clique::new(n), rank, dev, blocking, Some(remote)));
+        if let Some(new) = comm(handle) {
+            std::thread::spawn(move || match new.remote.as_ref().map(Remote::joined) {
+                Some(Ok(())) => {
+                    lock(&new.clique.m).joined.fill(true);
+                    new.clique.cv.notify_all();
+                }
+                _ => new.lost(),
+            });
+        }
+        Ok(handle)
+    }
+    /// The process that holds the clique is gone.
+    fn lost(&self) {
+        if !self.aborted.load(Ordering::SeqCst) {
+            lock(&self.error).get_or_insert(ncclRemoteError);
+        }
+    }
+    fn register(comm: Comm) -> ncclComm_t {
         let handle = new_handle();
         lock(comms()).insert(handle, Arc::new(comm));
         handle as ncclComm_t
@@ -185,6 +218,7 @@ impl Comm {
 
     fn abort(&self) {
         self.aborted.store(true, Ordering::SeqCst);
+        self.remote.iter().for_each(Remote::end);
         let mut inner = lock(&self.clique.m);
         for slot in inner.slots.values_mut().filter(|slot| slot.done.is_none()) {
             if let Some(place) = slot.got.get_mut(self.rank) {
@@ -252,6 +286,23 @@ impl Comm {
             complain(format!("rank {}: a failure as asked for", self.rank));
             *lock(&self.error) = Some(ncclRemoteError);
             return self.hang("a failed transfer");
+        }
+        if let Some(remote) = &self.remote {
+            for op in ops {
+                match *op {
+                    Op::Coll(_, desc) => {
+                        let (read, written) = desc.bytes(self.rank, self.clique.n);
+                        worker.touch(&[reads(desc.send, read), writes(desc.recv, written)])
+                    }
+                    Op::Send { at, len, .. } => worker.touch(&[reads(at, len)]),
+                    Op::Recv { at, len, .. } => worker.touch(&[writes(at, len)]),
+                }
+            }
+            if remote.group(self.rank, self.clique.n, ops).is_err() {
+                self.lost();
+                self.hang("a process that is gone")
+            }
+            return;
         }
         // Sends are there before anything waits.
         let mut sent = Vec::new();
@@ -438,6 +489,9 @@ fn ids() -> &'static Mutex<HashMap<u64, Arc<Clique>>> {
 }
 static LAST: Mutex<String> = Mutex::new(String::new());
 static NEXT_ID: AtomicUsize = AtomicUsize::new(1);
+fn new_id() -> u64 {
+    NEXT_ID.fetch_add(1, Ordering::Relaxed) as u64 | ((std::process::id() as u64) << 32)
+}
 thread_local! {
     static DEPTH: Cell<usize> = const { Cell::new(0) };
     static PENDING: RefCell<Vec<Pending>> = const { RefCell::new(Vec::new()) };
@@ -459,7 +513,9 @@ fn comm(c: ncclComm_t) -> Option<Arc<Comm>> {
 
 /// Queues one communicator's part of a group.
 fn launch(comm: &Arc<Comm>, st: &Stream, caller: Caller, ops: Vec<Op>) {
-    comm.connect(&ops);
+    if comm.remote.is_none() {
+        comm.connect(&ops);
+    }
     if comm.aborted.load(Ordering::SeqCst) {
         comm.pending.fetch_sub(1, Ordering::SeqCst);
         return;
@@ -630,7 +686,8 @@ fn error_text(e: ncclResult_t) -> &'static std::ffi::CStr {
 export! {
     nc::ncclGetVersion(v: *mut c_int) -> ncclResult_t { *v = 23000; ncclSuccess }
     nc::ncclGetUniqueId(id: *mut ncclUniqueId) -> ncclResult_t {
-        let k = NEXT_ID.fetch_add(1, Ordering::Relaxed) as u64 | ((std::process::id() as u64) << 32);
+        processes::listen();
+        let k = new_id();
         let mut b = [0 as c_char; 128];
         for (i, x) in k.to_le_bytes().iter().enumerate() { b[i] = *x as c_char }
         id.write(ncclUniqueId { internal: b });
@@ -641,15 +698,21 @@ export! {
         let mut k = [0u8; 8];
         for (to, from) in k.iter_mut().zip(id.internal) { *to = from as u8 }
         if n < 1 || rank < 0 || rank >= n { return ncclInvalidArgument }
-        let clique = lock(ids()).entry(u64::from_le_bytes(k)).or_insert_with(|| Clique::new(n as usize)).clone();
-        if clique.n != n as usize { return ncclInvalidArgument }
         let Ok(dev) = cur_dev() else { return ncclUnhandledCudaError };
-        {
-            let mut inner = lock(&clique.m);
-            if std::mem::replace(&mut inner.joined[rank as usize], true) { return ncclInvalidArgument }
+        let key = u64::from_le_bytes(k);
+        if Remote::is(key) {
+            let Ok(new) = Comm::add_remote(key, n as usize, rank as usize, dev, blocks(cfg)) else { return ncclSystemError };
+            *c = new
+        } else {
+            let clique = lock(ids()).entry(key).or_insert_with(|| Clique::new(n as usize)).clone();
+            if clique.n != n as usize { return ncclInvalidArgument }
+            {
+                let mut inner = lock(&clique.m);
+                if std::mem::replace(&mut inner.joined[rank as usize], true) { return ncclInvalidArgument }
+            }
+            *c = Comm::add(clique.clone(), rank as usize, dev, blocks(cfg));
+            clique.cv.notify_all();
         }
-        *c = Comm::add(clique.clone(), rank as usize, dev, blocks(cfg));
-        clique.cv.notify_all();
         let Some(new) = comm(*c) else { return ncclInternalError };
         if !new.blocking { return ncclInProgress }
         if DEPTH.get() > 0 { JOINING.with(|j| j.borrow_mut().push(new)); return ncclSuccess }
@@ -679,6 +742,22 @@ export! {
         let work = {
             let c = c.clone();
             move || {
+                if let Some(remote) = &c.remote {
+                    return match remote.split(seq, color, key) {
+                        Ok(_) if color < 0 => ncclSuccess,
+                        Ok((id, n, rank)) => match Comm::add_remote(id, n, rank, c.dev, blocking) {
+                            Ok(made) => {
+                                (place as *mut ncclComm_t).write(made);
+                                ncclSuccess
+                            }
+                            Err(_) => ncclRemoteError,
+                        },
+                        Err(_) => {
+                            c.lost();
+                            ncclRemoteError
+                        }
+                    };
+                }
                 if color < 0 {
                     return ncclSuccess;
                 }

@@ -656,9 +656,13 @@ impl Communicator for NcclCommunicator {
         let order = self.shared.order.last.lock().unwrap_or_else(PoisonError::into_inner);
         device.bind()?;
         let split = self.shared.handle.split(color, key, &self.shared.config);
-        let split = split.and_then(|handle| self.shared.settle(Some(&header)).map(|()| handle));
+        let settled = split.as_ref().map_or(Ok(()), |_| self.shared.settle(Some(&header)));
         drop(order);
-        let handle = split.inspect_err(|error| self.shared.fail(error)).map_err(|error| self.shared.cause(error))?;
+        // NCCL may write to the new handle until the old communicator has been aborted: it lives until then.
+        if let Err(error) = split.as_ref().map(|_| &()).and(settled.as_ref()) {
+            self.shared.fail(error);
+        }
+        let handle = settled.and(split).map_err(|error| self.shared.cause(error))?;
         let (Some(color), Some(handle)) = (color, handle) else { return Ok(None) };
         let mut members: Vec<usize> = (0..world_size).filter(|rank| choices[*rank].0 == Some(color)).collect();
         members.sort_by_key(|rank| (choices[*rank].1, *rank));

@@ -201,6 +201,17 @@ pub enum Error {
         message: String,
     },
 
+    /// A configuration file says something that it cannot mean.
+    #[error("{key}: got {got}, wanted {wanted}")]
+    Config {
+        /// The key, or what of the file it is.
+        key: String,
+        /// What stands there.
+        got: String,
+        /// What would be right.
+        wanted: String,
+    },
+
     /// This engine or build cannot do it.
     #[error("{what} is not supported: {reason}")]
     Unsupported {

@@ -27,6 +27,8 @@
 //! ```
 
 mod comm;
+#[cfg(feature = "config")]
+mod config;
 mod cross_entropy;
 mod device;
 mod dtype;
@@ -59,6 +61,8 @@ pub use comm::nccl::{CtaPolicy, NcclCommunicator, NcclConfig, NcclId, Reduction}
 #[cfg(feature = "cuda")]
 pub use comm::peer::PeerWorld;
 pub use comm::{Blocks, Communicator, DEFAULT_DEADLINE, Operation, ReduceOp};
+#[cfg(feature = "config")]
+pub use config::{ParallelismConfig, PipelineSchedule};
 pub use cross_entropy::{SavedLogits, ShardedCrossEntropy};
 #[cfg(feature = "cuda")]
 pub use device::CudaDevice;

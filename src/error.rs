@@ -212,6 +212,15 @@ pub enum Error {
         wanted: String,
     },
 
+    /// A checkpoint cannot be read or written.
+    #[error("checkpoint {path}: {reason}")]
+    Checkpoint {
+        /// The file or folder.
+        path: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+
     /// This engine or build cannot do it.
     #[error("{what} is not supported: {reason}")]
     Unsupported {

@@ -26,6 +26,8 @@
 //! # Ok::<(), async_tensor_parallel::Error>(())
 //! ```
 
+#[cfg(feature = "checkpoint")]
+mod checkpoint;
 mod comm;
 #[cfg(feature = "config")]
 mod config;
@@ -51,6 +53,8 @@ mod plan;
 mod tensor;
 pub mod timeline;
 
+#[cfg(feature = "checkpoint")]
+pub use checkpoint::{Checkpoint, Checkpointed, Part, save as save_checkpoint};
 pub use comm::local::{Link, LocalWorld};
 #[cfg(feature = "mpi")]
 pub use comm::mpi::MpiWorld;

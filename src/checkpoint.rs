@@ -1,0 +1,629 @@
+//! Checkpoints in the safetensors format (feature `checkpoint`): saved whole by any number of ranks, loaded by any other.
+//!
+//! A checkpoint is a folder with an index and data files, as Hugging Face writes them, or one `.safetensors` file. Tensors are whole
+//! in it: [`save`] lets every rank write its own slices into them, and [`Checkpoint::load`] lets every rank read its own alone.
+//! Files are read, not mapped: a file that is cut off while it is read is an error then, not a signal.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+
+use crate::layout::{ContiguousChunks, ShardLayout};
+use crate::memory::Buffer;
+use crate::{
+    DType, Device, EmbeddingConfig, Error, Float, Group, LinearConfig, Parameter, Placement, Result, Tensor,
+    TensorParallelColumnLinear, TensorParallelEmbedding, TensorParallelRowLinear,
+};
+
+#[cfg(target_endian = "big")]
+compile_error!("safetensors is little-endian, and this module copies bytes as they are");
+
+/// The index's name within its folder.
+const INDEX: &str = "model.safetensors.index.json";
+/// The data file's name where there is no index.
+const SINGLE: &str = "model.safetensors";
+/// The longest header that is believed, as in the safetensors crate.
+const LONGEST_HEADER: u64 = 100_000_000;
+/// Bytes that are read, converted or written at a time.
+const BLOCK: usize = 4 << 20;
+/// A data file is closed when it has this many bytes, as Hugging Face's are.
+const FILE_BYTES: u64 = 5_000_000_000;
+
+/// This rank's part of one whole tensor.
+pub struct Part<'a> {
+    /// What is appended to the layer's name: `.weight`, `.bias`, or nothing.
+    pub(crate) suffix: &'static str,
+    pub(crate) dtype: DType,
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) value: Buffer,
+    /// The whole's dimensions, at least one.
+    pub(crate) whole: Vec<usize>,
+    /// Of the first dimension, in the order in which this rank holds them.
+    pub(crate) rows: Vec<Range<usize>>,
+    /// Of the others, taken as one.
+    pub(crate) columns: Vec<Range<usize>>,
+    /// Puts a new value in the place of the old one.
+    pub(crate) set: Box<dyn Fn(Buffer) -> Result<()> + 'a>,
+}
+
+impl Part<'_> {
+    pub(crate) fn of<'a, T: Float>(
+        suffix: &'static str,
+        parameter: &'a Parameter<T>,
+        whole: Vec<usize>,
+        rows: Vec<Range<usize>>,
+        columns: Vec<Range<usize>>,
+    ) -> Part<'a> {
+        let value = parameter.value();
+        let (shape, device) = (*value.shape(), Arc::clone(value.device()));
+        let set = {
+            let device = Arc::clone(&device);
+            Box::new(move |buffer| {
+                parameter.set(Tensor::from_buffer(&device, buffer, shape, Parameter::<T>::PLACEMENT))
+            })
+        };
+        Part { suffix, dtype: T::DTYPE, device, value: value.buffer().clone(), whole, rows, columns, set }
+    }
+
+    /// Whether this rank holds all of it, as all others do then.
+    fn is_whole(&self) -> bool {
+        self.rows.iter().map(Range::len).sum::<usize>() == self.whole[0] && self.own_width() == self.width()
+    }
+
+    /// Elements of a row of the whole.
+    fn width(&self) -> usize {
+        self.whole[1..].iter().product()
+    }
+
+    /// Elements of a row of this rank's.
+    fn own_width(&self) -> usize {
+        self.columns.iter().map(Range::len).sum()
+    }
+
+    /// Runs of elements of the whole that lie together there and here: where each begins in the whole, and its length.
+    fn runs(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let width = self.width();
+        let whole_rows = self.columns.len() == 1 && self.columns[0] == (0..width);
+        let together = whole_rows.then(|| self.rows.iter().map(move |rows| (rows.start * width, rows.len() * width)));
+        let apart = (!whole_rows).then(|| {
+            let rows = self.rows.iter().cloned().flatten();
+            rows.flat_map(move |row| self.columns.iter().map(move |c| (row * width + c.start, c.len())))
+        });
+        together.into_iter().flatten().chain(apart.into_iter().flatten())
+    }
+}
+
+/// What can be saved and loaded: layers, embeddings, and parameters that every rank holds whole.
+pub trait Checkpointed {
+    /// This rank's parts.
+    #[doc(hidden)]
+    fn parts(&self) -> Result<Vec<Part<'_>>>;
+}
+
+fn file_error(path: &Path, what: &str, error: impl std::fmt::Display) -> Error {
+    Error::Checkpoint { path: path.display().to_string(), reason: format!("{what}: {error}") }
+}
+
+fn wrong(path: &Path, reason: String) -> Error {
+    Error::Checkpoint { path: path.display().to_string(), reason }
+}
+
+fn dtype_of(dtype: Dtype) -> Option<DType> {
+    match dtype {
+        Dtype::F32 => Some(DType::F32),
+        Dtype::F64 => Some(DType::F64),
+        Dtype::F16 => Some(DType::F16),
+        Dtype::BF16 => Some(DType::BF16),
+        _ => None,
+    }
+}
+
+fn name_of(dtype: DType) -> Option<Dtype> {
+    [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::BF16].into_iter().find(|named| dtype_of(*named) == Some(dtype))
+}
+
+struct DataFile {
+    path: PathBuf,
+    file: Mutex<File>,
+}
+
+#[derive(Debug, Clone)]
+struct Entry {
+    file: usize,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// Where its bytes begin in the file.
+    at: u64,
+}
+
+/// A checkpoint that is open for reading.
+///
+/// ```
+/// use async_tensor_parallel::{Checkpoint, LocalWorld, TensorParallelColumnLinear, save_checkpoint};
+///
+/// let folder = std::env::temp_dir().join(format!("checkpoint-{}", std::process::id()));
+/// let layer = || TensorParallelColumnLinear::<f32>::builder(4, 6);
+/// LocalWorld::new(3)?.run(|group| save_checkpoint(&folder, group, &[("up", &layer().seed(1).build(group)?)]))?;
+/// LocalWorld::new(2)?.run(|group| {
+///     let loaded = layer().seed(2).build(group)?;
+///     Checkpoint::open(&folder)?.load(&loaded, &["up"])?;
+///     assert_eq!(loaded.weight().value().to_vec()?, layer().seed(1).build(group)?.weight().value().to_vec()?);
+///     Ok(())
+/// })?;
+/// # std::fs::remove_dir_all(&folder).ok();
+/// # Ok::<(), async_tensor_parallel::Error>(())
+/// ```
+pub struct Checkpoint {
+    path: PathBuf,
+    files: Vec<DataFile>,
+    tensors: BTreeMap<String, Entry>,
+}
+
+impl std::fmt::Debug for Checkpoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Checkpoint({}, {} tensors)", self.path.display(), self.tensors.len())
+    }
+}
+
+impl Checkpoint {
+    /// Opens a `.safetensors` file, or a folder with `model.safetensors.index.json` or `model.safetensors`. Headers are read and
+    /// checked against the files' lengths; data is not.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] for what is not there, cut off, or says what cannot be.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let mut checkpoint = Self { path: path.into(), files: Vec::new(), tensors: BTreeMap::new() };
+        if !path.is_dir() {
+            checkpoint.add(path, None)?;
+            return Ok(checkpoint);
+        }
+        let index = path.join(INDEX);
+        if !index.exists() {
+            checkpoint.add(&path.join(SINGLE), None)?;
+            return Ok(checkpoint);
+        }
+        let text = fs::read(&index).map_err(|error| file_error(&index, "cannot be read", error))?;
+        let json: serde_json::Value =
+            serde_json::from_slice(&text).map_err(|error| file_error(&index, "is not JSON", error))?;
+        let map = json.get("weight_map").and_then(serde_json::Value::as_object);
+        let map = map.ok_or_else(|| wrong(&index, "has no weight_map".into()))?;
+        let mut of_files: BTreeMap<&str, HashSet<&str>> = BTreeMap::new();
+        for (name, file) in map {
+            let file = file.as_str().filter(|file| is_plain(file));
+            let file =
+                file.ok_or_else(|| wrong(&index, format!("{name} lies in no file of this folder: {:?}", map[name])))?;
+            of_files.entry(file).or_default().insert(name);
+        }
+        for (file, names) in of_files {
+            checkpoint.add(&path.join(file), Some(&names))?;
+        }
+        Ok(checkpoint)
+    }
+
+    /// Adds the tensors of a file, those alone that the index says it has.
+    fn add(&mut self, path: &Path, names: Option<&HashSet<&str>>) -> Result<()> {
+        let mut file = File::open(path).map_err(|error| file_error(path, "cannot be opened", error))?;
+        let length = file.metadata().map_err(|error| file_error(path, "cannot be looked at", error))?.len();
+        let mut head = [0; 8];
+        file.read_exact(&mut head).map_err(|error| file_error(path, "has no header", error))?;
+        let header = u64::from_le_bytes(head);
+        if header > LONGEST_HEADER || header > length - 8 {
+            return Err(wrong(path, format!("its header of {header} bytes does not fit into {length}")));
+        }
+        let mut text = vec![0; header as usize];
+        file.read_exact(&mut text).map_err(|error| file_error(path, "its header cannot be read", error))?;
+        let metadata: Metadata =
+            serde_json::from_slice(&text).map_err(|error| file_error(path, "its header is wrong", error))?;
+        let wanted = metadata.data_len() as u64;
+        if wanted != length - 8 - header {
+            let got = length - 8 - header;
+            return Err(wrong(path, format!("it holds {got} bytes of data, and its header speaks of {wanted}")));
+        }
+        let place = self.files.len();
+        let tensors = metadata.tensors();
+        if let Some(missing) = names.into_iter().flatten().find(|name| !tensors.contains_key(**name)) {
+            return Err(wrong(path, format!("the index says that it holds {missing}, and it does not")));
+        }
+        for (name, TensorInfo { dtype, shape, data_offsets }) in tensors {
+            if names.is_none_or(|names| names.contains(&*name)) {
+                let at = 8 + header + data_offsets.0 as u64;
+                let entry = Entry { file: place, dtype: *dtype, shape: shape.clone(), at };
+                self.tensors.insert(name, entry);
+            }
+        }
+        self.files.push(DataFile { path: path.into(), file: Mutex::new(file) });
+        Ok(())
+    }
+
+    /// The tensors' names, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// The shape of a whole tensor, if there is one of that name.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.tensors.get(name).map(|entry| &entry.shape[..])
+    }
+
+    /// Loads this rank's slices of a layer from the tensors `names`, with `.weight` and `.bias` appended (a [`Parameter`] by itself:
+    /// nothing). Several names are stacked along the output features: those of a fused layer, such as `q_proj`, `k_proj` and
+    /// `v_proj`, in the order of its chunks. Values are converted to the layer's dtype, rounded once.
+    ///
+    /// A parameter gets its new value when all of it has been read; what fails leaves the old one.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] for a tensor that is missing, has another shape, is not of a floating-point type that is known, or
+    /// cannot be read; what the device reports.
+    pub fn load(&self, layer: &dyn Checkpointed, names: &[&str]) -> Result<()> {
+        let mut done = Vec::new();
+        for part in layer.parts()? {
+            let value = self.read(&part, names)?;
+            done.push((part, value));
+        }
+        done.into_iter().try_for_each(|(part, value)| (part.set)(value))
+    }
+
+    fn read(&self, part: &Part<'_>, names: &[&str]) -> Result<Buffer> {
+        // The first row of each of the tensors, stacked.
+        let mut stacked: Vec<(usize, &Entry, String)> = Vec::new();
+        let mut rows = 0;
+        for name in names {
+            let name = format!("{name}{}", part.suffix);
+            let entry =
+                self.tensors.get(&name).ok_or_else(|| wrong(&self.path, format!("there is no tensor {name}")))?;
+            if entry.shape.len() != part.whole.len() || entry.shape[1..] != part.whole[1..] || entry.shape.is_empty() {
+                let (got, wanted) = (&entry.shape, &part.whole);
+                return Err(wrong(&self.path, format!("{name} is {got:?}, and the layer's whole is {wanted:?}")));
+            }
+            stacked.push((rows, entry, name));
+            rows += entry.shape[0];
+        }
+        if rows != part.whole[0] {
+            let wanted = &part.whole;
+            return Err(wrong(&self.path, format!("{names:?} have {rows} rows, and the layer's whole is {wanted:?}")));
+        }
+        let width = part.width();
+        let mut target = part.device.allocate(part.value.len())?;
+        let (mut block, mut bytes) = (Vec::with_capacity(BLOCK), Vec::new());
+        let mut written = 0;
+        let mut flush = |block: &mut Vec<u8>| -> Result<()> {
+            let range = written..written + block.len();
+            written = range.end;
+            target.within(range, |target| part.device.upload(block, target))?;
+            block.clear();
+            Ok(())
+        };
+        let size = part.dtype.size();
+        for (mut start, length) in part.runs() {
+            let end = start + length;
+            while start < end {
+                let (first, entry, name) = stacked[stacked.partition_point(|(first, ..)| first * width <= start) - 1..]
+                    .first()
+                    .ok_or_else(|| wrong(&self.path, format!("{names:?} do not reach element {start}")))?;
+                let stop = end.min((first + entry.shape[0]) * width).min(start + (BLOCK - block.len()) / size);
+                let from = dtype_of(entry.dtype).ok_or_else(|| {
+                    wrong(&self.path, format!("{name} is of type {:?}, wanted F32, F64, F16 or BF16", entry.dtype))
+                })?;
+                bytes.resize((stop - start) * from.size(), 0);
+                self.read_at(entry, (start - first * width) * from.size(), &mut bytes)?;
+                convert(from, &bytes, part.dtype, &mut block)?;
+                start = stop;
+                if block.len() + size > BLOCK {
+                    flush(&mut block)?;
+                }
+            }
+        }
+        flush(&mut block)?;
+        // Rows that only fill up the last rank's are zero.
+        let rest = written..part.value.len();
+        target.within(rest, |rest| if rest.is_empty() { Ok(()) } else { part.device.zero(rest) })?;
+        Ok(target.freeze())
+    }
+
+    fn read_at(&self, entry: &Entry, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        let DataFile { path, file } = &self.files[entry.file];
+        let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+        let read = file.seek(SeekFrom::Start(entry.at + offset as u64)).and_then(|_| file.read_exact(bytes));
+        read.map_err(|error| file_error(path, "cannot be read", error))
+    }
+}
+
+/// Whether it names a file, and nothing above or below.
+fn is_plain(file: &str) -> bool {
+    let mut parts = Path::new(file).components();
+    matches!((parts.next(), parts.next()), (Some(std::path::Component::Normal(_)), None))
+}
+
+/// Appends values of one type as values of another.
+fn convert(from: DType, bytes: &[u8], to: DType, out: &mut Vec<u8>) -> Result<()> {
+    fn between<A: Float, B: Float>(bytes: &[u8], out: &mut Vec<u8>) {
+        for value in bytes.chunks_exact(size_of::<A>()) {
+            let value: A = bytemuck::pod_read_unaligned(value);
+            out.extend_from_slice(bytemuck::bytes_of(&B::from_f64(value.to_f64())));
+        }
+    }
+    macro_rules! to {
+        ($from:ty) => {
+            match to {
+                DType::F32 => between::<$from, f32>(bytes, out),
+                DType::F64 => between::<$from, f64>(bytes, out),
+                DType::F16 => between::<$from, half::f16>(bytes, out),
+                DType::BF16 => between::<$from, half::bf16>(bytes, out),
+                other => return Err(Error::Unsupported { what: format!("{other:?}"), reason: "no weights are".into() }),
+            }
+        };
+    }
+    match from {
+        _ if from == to => out.extend_from_slice(bytes),
+        DType::F32 => to!(f32),
+        DType::F64 => to!(f64),
+        DType::F16 => to!(half::f16),
+        DType::BF16 => to!(half::bf16),
+        other => return Err(Error::Unsupported { what: format!("{other:?}"), reason: "no weights are".into() }),
+    }
+    Ok(())
+}
+
+/// Saves layers whole: every rank of `group` calls it with the same names, and writes its own slices into files that all reach
+/// (one machine, or a shared file system). With data-parallel copies, one tensor-parallel group saves.
+///
+/// The folder's index is replaced when all data is on disk: who is killed at any moment leaves the old checkpoint or the new one.
+/// Data files of neither are removed.
+///
+/// # Errors
+/// On all ranks where one fails: [`Error::Checkpoint`] with what the file system says; [`Error::Argument`] for names that are used
+/// twice; those of a collective.
+pub fn save(folder: impl AsRef<Path>, group: &Group, layers: &[(&str, &dyn Checkpointed)]) -> Result<()> {
+    let folder = folder.as_ref();
+    let planned = Plan::of(layers);
+    let number = planned.as_ref().map_or(Ok(0), |_| match group.rank() {
+        0 => prepare(folder),
+        _ => Ok(0),
+    });
+    agree(
+        group,
+        folder,
+        number.as_ref().map(|_| ()).map_err(Clone::clone).and(planned.as_ref().map(|_| ()).map_err(Clone::clone)),
+    )?;
+    let (plan, number) = (planned?, number?);
+    let number = group.tensor(&[number], &[1], Placement::Replicated)?;
+    let number = group.broadcast(0, &number)?.wait()?.to_vec()?[0];
+    let paths: Vec<PathBuf> = (0..plan.files.len()).map(|file| folder.join(plan.name(number, file))).collect();
+    let created = if group.rank() == 0 { plan.create(&paths) } else { Ok(()) };
+    agree(group, folder, created)?;
+    agree(group, folder, plan.write(&paths, group.rank() == 0))?;
+    let finished = if group.rank() == 0 { plan.finish(folder, number) } else { Ok(()) };
+    agree(group, folder, finished)
+}
+
+/// An error on every rank where there is one on any.
+fn agree(group: &Group, folder: &Path, outcome: Result<()>) -> Result<()> {
+    let failed = group.tensor(&[f32::from(u8::from(outcome.is_err()))], &[1], Placement::Partial)?;
+    let failed = group.all_reduce_max(&failed)?.wait()?.to_vec()?[0] > 0.0;
+    outcome?;
+    if failed { Err(wrong(folder, "another rank could not save its part".into())) } else { Ok(()) }
+}
+
+/// The number in a data file's name.
+fn number_of(name: &str) -> Option<i64> {
+    let (number, rest) = name.strip_prefix("model-")?.split_once('-')?;
+    rest.ends_with(".safetensors").then(|| number.parse().ok()).flatten()
+}
+
+fn numbered(folder: &Path) -> Result<Vec<(i64, PathBuf)>> {
+    let entries = fs::read_dir(folder).map_err(|error| file_error(folder, "cannot be listed", error))?;
+    let known = entries.flatten().filter_map(|entry| Some((number_of(entry.file_name().to_str()?)?, entry.path())));
+    Ok(known.collect())
+}
+
+/// Makes the folder, and finds a number that none of its data files has.
+fn prepare(folder: &Path) -> Result<i64> {
+    fs::create_dir_all(folder).map_err(|error| file_error(folder, "cannot be made", error))?;
+    let largest = numbered(folder)?.into_iter().map(|(number, _)| number).max().unwrap_or(0);
+    Ok(largest.max(0).saturating_add(1))
+}
+
+/// What goes where.
+struct Plan<'a> {
+    parts: Vec<(String, Part<'a>)>,
+    /// Each data file's parts, its header, and where each part's bytes begin.
+    files: Vec<(Range<usize>, Vec<u8>, Vec<u64>)>,
+}
+
+impl<'a> Plan<'a> {
+    fn of(layers: &[(&str, &'a dyn Checkpointed)]) -> Result<Self> {
+        let mut parts: Vec<(String, Part<'a>)> = Vec::new();
+        for (name, layer) in layers {
+            parts.extend(layer.parts()?.into_iter().map(|part| (format!("{name}{}", part.suffix), part)));
+        }
+        parts.sort_by(|a, b| a.0.cmp(&b.0));
+        if let Some(twice) = parts.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+            let got = format!("{} twice", twice[0].0);
+            return Err(Error::Argument { what: "names", got, wanted: "each tensor's name once".into() });
+        }
+        let mut files = Vec::new();
+        let mut first = 0;
+        while first < parts.len() {
+            let (mut tensors, mut end, mut at) = (Vec::new(), first, 0);
+            while end < parts.len() && (end == first || at < FILE_BYTES) {
+                let (name, part) = &parts[end];
+                let dtype = name_of(part.dtype).ok_or_else(|| Error::Unsupported {
+                    what: format!("saving {:?}", part.dtype),
+                    reason: "no weights are".into(),
+                })?;
+                let bytes = (part.whole.iter().product::<usize>() * part.dtype.size()) as u64;
+                let data_offsets = (at as usize, (at + bytes) as usize);
+                tensors.push((name.clone(), TensorInfo { dtype, shape: part.whole.clone(), data_offsets }));
+                at += bytes;
+                end += 1;
+            }
+            let starts: Vec<usize> = tensors.iter().map(|(_, info)| info.data_offsets.0).collect();
+            let bad = |error: &dyn std::fmt::Display| Error::Argument {
+                what: "tensors",
+                got: error.to_string(),
+                wanted: "what safetensors can hold".into(),
+            };
+            let metadata = Some([("format".to_string(), "pt".to_string())].into());
+            let metadata = Metadata::new(metadata, tensors).map_err(|error| bad(&error))?;
+            let mut text = serde_json::to_vec(&metadata).map_err(|error| bad(&error))?;
+            text.resize(text.len().next_multiple_of(8), b' ');
+            let mut header = (text.len() as u64).to_le_bytes().to_vec();
+            header.append(&mut text);
+            let data = header.len() as u64;
+            files.push((first..end, header, starts.into_iter().map(|start| data + start as u64).collect()));
+            first = end;
+        }
+        Ok(Self { parts, files })
+    }
+
+    fn name(&self, number: i64, file: usize) -> String {
+        format!("model-{number}-{:05}-of-{:05}.safetensors", file + 1, self.files.len())
+    }
+
+    /// Makes the data files, with their headers and full lengths.
+    fn create(&self, paths: &[PathBuf]) -> Result<()> {
+        for ((parts, header, starts), path) in self.files.iter().zip(paths) {
+            let last = &self.parts[parts.end - 1].1;
+            let bytes = last.whole.iter().product::<usize>() * last.dtype.size();
+            let length = starts[starts.len() - 1] + bytes as u64;
+            let made = File::create(path).and_then(|mut file| {
+                file.write_all(header)?;
+                file.set_len(length)
+            });
+            made.map_err(|error| file_error(path, "cannot be made", error))?;
+        }
+        Ok(())
+    }
+
+    /// Writes this rank's slices.
+    fn write(&self, paths: &[PathBuf], first: bool) -> Result<()> {
+        let mut block = Vec::new();
+        for ((parts, _, starts), path) in self.files.iter().zip(paths) {
+            let failed = |error| file_error(path, "cannot be written", error);
+            let mut file = File::options().write(true).open(path).map_err(failed)?;
+            for ((_, part), at) in
+                self.parts[parts.clone()].iter().zip(starts).filter(|((_, part), _)| first || !part.is_whole())
+            {
+                let size = part.dtype.size();
+                // What has been downloaded: a range of this rank's elements.
+                let (mut loaded, mut own) = (0..0, 0);
+                let total = part.value.len() / size;
+                for (mut start, mut length) in part.runs() {
+                    while length > 0 {
+                        if own == loaded.end {
+                            loaded = own..total.min(own + BLOCK / size);
+                            block.resize(loaded.len() * size, 0);
+                            part.device.download(&part.value.slice(own * size..loaded.end * size)?, &mut block)?;
+                        }
+                        let count = length.min(loaded.end - own);
+                        let bytes = &block[(own - loaded.start) * size..(own - loaded.start + count) * size];
+                        let place = SeekFrom::Start(at + (start * size) as u64);
+                        file.seek(place).and_then(|_| file.write_all(bytes)).map_err(failed)?;
+                        (start, own, length) = (start + count, own + count, length - count);
+                    }
+                }
+            }
+            file.sync_all().map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    /// Makes this the folder's checkpoint.
+    fn finish(&self, folder: &Path, number: i64) -> Result<()> {
+        let mut map = serde_json::Map::new();
+        for (file, (parts, ..)) in self.files.iter().enumerate() {
+            for (name, _) in &self.parts[parts.clone()] {
+                map.insert(name.clone(), self.name(number, file).into());
+            }
+        }
+        let bytes: usize =
+            self.parts.iter().map(|(_, part)| part.whole.iter().product::<usize>() * part.dtype.size()).sum();
+        let index = serde_json::json!({ "metadata": { "total_size": bytes }, "weight_map": map });
+        let (partial, place) = (folder.join(format!("{INDEX}.partial")), folder.join(INDEX));
+        let written = File::create(&partial).and_then(|mut file| {
+            file.write_all(index.to_string().as_bytes())?;
+            file.sync_all()?;
+            fs::rename(&partial, &place)?;
+            // The new name itself must be on disk; where folders cannot be opened, that is the system's affair.
+            File::open(folder).map_or(Ok(()), |folder| folder.sync_all())
+        });
+        written.map_err(|error| file_error(&place, "cannot be written", error))?;
+        for (_, path) in numbered(folder)?.into_iter().filter(|(other, _)| *other != number) {
+            fs::remove_file(&path).map_err(|error| file_error(&path, "cannot be removed", error))?;
+        }
+        Ok(())
+    }
+}
+
+/// A weight that every rank holds whole, such as a norm's; the first rank's is saved.
+impl<T: Float> Checkpointed for Mutex<Tensor<T>> {
+    fn parts(&self) -> Result<Vec<Part<'_>>> {
+        let value = self.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let (shape, placement, device) = (*value.shape(), value.placement(), Arc::clone(value.device()));
+        let set = {
+            let device = Arc::clone(&device);
+            Box::new(move |buffer| {
+                *self.lock().unwrap_or_else(PoisonError::into_inner) =
+                    Tensor::from_buffer(&device, buffer, shape, placement);
+                Ok(())
+            })
+        };
+        Ok(vec![Part {
+            suffix: "",
+            dtype: T::DTYPE,
+            device,
+            value: value.buffer().clone(),
+            whole: shape.to_vec(),
+            rows: all(shape[0]),
+            columns: all(shape[1..].iter().product()),
+            set,
+        }])
+    }
+}
+
+/// A dimension that is not sharded.
+fn all(size: usize) -> Vec<Range<usize>> {
+    std::iter::once(0..size).collect()
+}
+
+impl<T: Float> Checkpointed for TensorParallelColumnLinear<T> {
+    fn parts(&self) -> Result<Vec<Part<'_>>> {
+        let (config, group) = (self.config(), self.group());
+        let LinearConfig { in_features, out_features, ref contiguous_chunks, .. } = *config;
+        let chunks = ContiguousChunks::new("out_features", out_features, contiguous_chunks, group.world_size())?;
+        let rows: Vec<_> = chunks.of_rank(group.rank()).collect();
+        let whole = vec![out_features, in_features];
+        let mut parts = vec![Part::of(".weight", self.weight(), whole, rows.clone(), all(in_features))];
+        parts.extend(self.bias().map(|bias| Part::of(".bias", bias, vec![out_features], rows, all(1))));
+        Ok(parts)
+    }
+}
+
+impl<T: Float> Checkpointed for TensorParallelRowLinear<T> {
+    fn parts(&self) -> Result<Vec<Part<'_>>> {
+        let (config, group) = (self.config(), self.group());
+        let LinearConfig { in_features, out_features, ref contiguous_chunks, .. } = *config;
+        let chunks = ContiguousChunks::new("in_features", in_features, contiguous_chunks, group.world_size())?;
+        let columns: Vec<_> = chunks.of_rank(group.rank()).collect();
+        let rows = all(out_features);
+        let whole = vec![out_features, in_features];
+        let mut parts = vec![Part::of(".weight", self.weight(), whole, rows.clone(), columns)];
+        parts.extend(self.bias().map(|bias| Part::of(".bias", bias, vec![out_features], rows, all(1))));
+        Ok(parts)
+    }
+}
+
+impl<T: Float> Checkpointed for TensorParallelEmbedding<T> {
+    fn parts(&self) -> Result<Vec<Part<'_>>> {
+        let EmbeddingConfig { num_embeddings, embedding_dim, .. } = *self.config();
+        let rows = ShardLayout::uneven(num_embeddings, self.group().world_size())?.own(self.group().rank());
+        let whole = vec![num_embeddings, embedding_dim];
+        Ok(vec![Part::of(".weight", self.weight(), whole, vec![rows], all(embedding_dim))])
+    }
+}

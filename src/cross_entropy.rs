@@ -143,7 +143,7 @@ impl ShardedCrossEntropy {
     }
 
     fn check<T: Float>(&self, group: &Group, logits: &Tensor<T>, targets: &Tensor<i64>) -> Result<ShardLayout> {
-        let CrossEntropyLoss { classes, label_smoothing, z_loss, ignore_index } = self.loss;
+        let CrossEntropyLoss { classes, label_smoothing, z_loss, .. } = self.loss;
         let number = |what, got: f64, fits: bool, wanted: &str| {
             if fits { Ok(()) } else { Err(Error::Argument { what, got: got.to_string(), wanted: wanted.into() }) }
         };
@@ -167,9 +167,15 @@ impl ShardedCrossEntropy {
             );
             return Err(Error::Shape { what: "logits", got: *logits.shape(), wanted });
         }
-        let outside = group.device().find_outside(targets.buffer(), 0..classes as i64, ignore_index)?;
-        match outside {
-            None => Ok(layout),
+        self.check_targets(group, targets)?;
+        Ok(layout)
+    }
+
+    /// Refuses targets that are no class.
+    pub(crate) fn check_targets(&self, group: &Group, targets: &Tensor<i64>) -> Result<()> {
+        let CrossEntropyLoss { classes, ignore_index, .. } = self.loss;
+        match group.device().find_outside(targets.buffer(), 0..classes as i64, ignore_index)? {
+            None => Ok(()),
             Some((position, target)) => Err(Error::Argument {
                 what: "target",
                 got: format!("{target} at position {position}"),

@@ -36,6 +36,7 @@ mod device;
 mod dtype;
 mod embedding;
 mod error;
+mod fused_loss;
 mod gradients;
 mod group;
 pub mod launch;

@@ -549,11 +549,6 @@ impl<T: Float> Shard<T> {
 /// Public methods that both layers have.
 macro_rules! common_methods {
     () => {
-        #[cfg(feature = "checkpoint")]
-        pub(crate) fn group(&self) -> &crate::Group {
-            &self.shard.group
-        }
-
         /// The layer's options.
         pub fn config(&self) -> &LinearConfig {
             &self.shard.config

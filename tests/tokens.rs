@@ -370,6 +370,116 @@ proptest! {
     }
 }
 
+/// A head with its loss, some rows at a time, against both whole.
+fn fused<T: Float>(group: &Group, mode: LinearMode, overlap: Overlap, at_a_time: usize, tolerance: f64) -> Result<()> {
+    let (n, own, width) = (group.world_size(), 7, 6);
+    let classes = 4 * n;
+    let scatter = mode == LinearMode::ReduceScatter;
+    let tokens = if scatter { own * n } else { own };
+    let head = || {
+        let builder = TensorParallelColumnLinear::<T>::builder(width, classes).mode(mode).overlap(overlap);
+        builder.bias(true).seed(7).build(group)
+    };
+    let seed = if scatter { group.rank() } else { 0 };
+    let x: Vec<f64> = (0..own * width).map(|i| real(seed, 1, i)).collect();
+    let placement = if scatter { Placement::Rows } else { Placement::Replicated };
+    let x = group.tensor(&cast::<T>(&x), &[own, 1, width], placement)?;
+    let targets: Vec<i64> = (0..tokens).map(|i| if i % 5 == 3 { -1 } else { (i * 3 % classes) as i64 }).collect();
+    let targets = group.tensor(&targets, &[tokens, 1], Placement::Replicated)?;
+    let grad: Vec<f64> = (0..tokens).map(|i| 0.1 + 0.01 * i as f64).collect();
+    let grad = group.tensor(&cast::<T::Accumulator>(&grad), &[tokens, 1], Placement::Replicated)?;
+    let loss = ShardedCrossEntropy::new(classes).ignore_index(-1).label_smoothing(0.1).z_loss(1e-3);
+    let whole = head()?;
+    let (logits, saved_x) = whole.forward(&x)?;
+    let (want, saved) = loss.forward(group, &logits, &targets)?;
+    let want_dx = whole.backward(saved_x, &loss.backward(group, saved, &grad)?)?;
+    let pieces = head()?;
+    let (got, dx) = loss.of_linear(&pieces, &x, &targets, &grad, at_a_time)?;
+    let context = format!("{:?} {mode:?} {overlap}, {n} ranks, {at_a_time} rows at a time", T::DTYPE);
+    assert_eq!((got.shape(), dx.shape(), dx.placement()), (targets.shape(), x.shape(), x.placement()), "{context}");
+    close(&wide(&got)?, &wide(&want)?, tolerance, &context);
+    close(&wide(&dx)?, &wide(&want_dx)?, tolerance, &context);
+    close(&wide(&pieces.weight_grad()?)?, &wide(&whole.weight_grad()?)?, tolerance, &context);
+    let biases = [pieces.bias_grad()?, whole.bias_grad()?].map(|grad| grad.map(|grad| wide(&grad)).transpose());
+    let [got, want] = biases;
+    close(&got?.unwrap(), &want?.unwrap(), tolerance, &context);
+    Ok(())
+}
+
+#[test]
+fn a_head_some_rows_at_a_time_equals_the_whole_one() {
+    for n in 1..=4 {
+        for (mode, overlap) in MODES.into_iter().flat_map(|mode| OVERLAPS.map(|overlap| (mode, overlap))) {
+            LocalWorld::new(n)
+                .unwrap()
+                .run(|group| {
+                    for at_a_time in [1, 3, 7, 100] {
+                        fused::<f64>(group, mode, overlap, at_a_time, 1e-13)?;
+                        fused::<f32>(group, mode, overlap, at_a_time, 2e-6)?;
+                        fused::<bf16>(group, mode, overlap, at_a_time, 2e-2)?;
+                    }
+                    Ok(())
+                })
+                .unwrap();
+        }
+    }
+}
+
+/// What the fused form is for: 2048 tokens and 4096 classes on 2 ranks have 16 MiB of f32 logits a rank, and as much gradient.
+#[test]
+fn a_head_some_rows_at_a_time_needs_little_memory() {
+    let used = |at_a_time: Option<usize>| {
+        let used = LocalWorld::new(2).unwrap().run(|group| {
+            let head = TensorParallelColumnLinear::<f32>::builder(8, 4096).mode(LinearMode::AllReduce).build(group)?;
+            let x = group.tensor(&vec![0.1f32; 2048 * 8], &[2048, 8], Placement::Replicated)?;
+            let targets = group.tensor(&vec![5i64; 2048], &[2048], Placement::Replicated)?;
+            let grad = group.tensor(&vec![1f32; 2048], &[2048], Placement::Replicated)?;
+            let loss = ShardedCrossEntropy::new(4096);
+            let before = group.device().memory_bytes();
+            match at_a_time {
+                Some(rows) => drop(loss.of_linear(&head, &x, &targets, &grad, rows)?),
+                None => {
+                    let (logits, saved_x) = head.forward(&x)?;
+                    let saved = loss.forward(group, &logits, &targets)?.1;
+                    head.backward(saved_x, &loss.backward(group, saved, &grad)?)?;
+                }
+            }
+            Ok(group.device().memory_bytes() - before)
+        });
+        used.unwrap()[0]
+    };
+    let (whole, pieces) = (used(None), used(Some(128)));
+    eprintln!("whole: {whole} bytes, 128 rows at a time: {pieces}");
+    assert!(whole >= 32 << 20 && pieces <= 4 << 20, "whole: {whole} bytes, 128 rows at a time: {pieces}");
+}
+
+#[test]
+fn a_head_some_rows_at_a_time_refuses_what_does_not_fit() {
+    LocalWorld::new(2)
+        .unwrap()
+        .run(|group| {
+            let head = TensorParallelColumnLinear::<f32>::builder(2, 4).build(group)?;
+            let x = group.tensor(&[0f32; 6], &[3, 2], Placement::Rows)?;
+            let ids = |count: usize, last: i64| {
+                let ids: Vec<i64> = (0..count).map(|i| if i + 1 == count { last } else { 1 }).collect();
+                group.tensor(&ids, &[count], Placement::Replicated)
+            };
+            let ones = |count: usize| group.tensor(&vec![1f32; count], &[count], Placement::Replicated);
+            let loss = ShardedCrossEntropy::new(4);
+            assert!(matches!(loss.of_linear(&head, &x, &ids(6, 1)?, &ones(6)?, 0), Err(Error::Argument { .. })));
+            assert!(matches!(loss.of_linear(&head, &x, &ids(3, 1)?, &ones(6)?, 2), Err(Error::Shape { .. })));
+            assert!(matches!(loss.of_linear(&head, &x, &ids(6, 1)?, &ones(5)?, 2), Err(Error::Shape { .. })));
+            let error = loss.of_linear(&head, &x, &ids(6, 4)?, &ones(6)?, 2).unwrap_err().to_string();
+            assert!(error.contains("4 at position 5"), "{error}");
+            let whole = x.clone().with_placement(Placement::Replicated);
+            assert!(matches!(loss.of_linear(&head, &whole, &ids(6, 1)?, &ones(6)?, 2), Err(Error::Placement { .. })));
+            let none = group.tensor(&[], &[0, 2], Placement::Rows)?;
+            assert_eq!(loss.of_linear(&head, &none, &ids(0, 0)?, &ones(0)?, 2)?.0.shape().elements(), 0);
+            Ok(())
+        })
+        .unwrap();
+}
+
 /// The same on CUDA devices, by kernels.
 #[cfg(feature = "cuda")]
 mod on_cuda {
@@ -405,6 +515,21 @@ mod on_cuda {
                         cross_entropy::<bf16>(group, classes, 4, 5.0, options, (1e-6, 4e-3))?;
                         cross_entropy::<f16>(group, classes, 4, 80.0, options, (1e-6, 1e-3))?;
                         cross_entropy::<f32>(group, classes, 0, 5.0, options, (0.0, 0.0))?;
+                    }
+                    Ok(())
+                })
+                .unwrap();
+        }
+    }
+
+    #[test]
+    fn a_head_some_rows_at_a_time_equals_the_whole_one() {
+        for (n, kind) in (1..=devices().min(3)).flat_map(|n| Kind::ALL.map(|kind| (n, kind))) {
+            World::new(kind, n)
+                .run(|group| {
+                    for (mode, overlap) in MODES.into_iter().flat_map(|mode| OVERLAPS.map(|overlap| (mode, overlap))) {
+                        fused::<f32>(group, mode, overlap, 3, 2e-6)?;
+                        fused::<bf16>(group, mode, overlap, 3, 2e-2)?;
                     }
                     Ok(())
                 })

@@ -77,6 +77,10 @@ impl<T: Float> TensorParallelColumnLinear<T> {
 
     common_methods!();
 
+    pub(crate) fn group(&self) -> &crate::Group {
+        &self.shard.group
+    }
+
     /// The output `[b, …, out_features / n]` ([`Placement::Features`]), and what the backward pass needs.
     ///
     /// `input` is `[b, …, in_features]`, whole ([`Placement::Replicated`]) in AllReduce mode; in ReduceScatter mode each

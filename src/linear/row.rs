@@ -60,6 +60,11 @@ impl<T: Float> TensorParallelRowLinear<T> {
 
     common_methods!();
 
+    #[cfg(feature = "checkpoint")]
+    pub(crate) fn group(&self) -> &crate::Group {
+        &self.shard.group
+    }
+
     /// The output, and what the backward pass needs.
     ///
     /// `input` is `[b, …, in_features / n]` ([`Placement::Features`]). The output is `[b, …, out_features]`, whole

@@ -13,11 +13,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
+use crate::dtype::Element;
 use crate::layout::{ContiguousChunks, ShardLayout};
+use crate::linear::{LinearLayer, Sharded};
 use crate::memory::Buffer;
 use crate::{
-    DType, Device, EmbeddingConfig, Error, Float, Group, LinearConfig, Parameter, Placement, Result, Tensor,
-    TensorParallelColumnLinear, TensorParallelEmbedding, TensorParallelRowLinear,
+    DType, Device, EmbeddingBuilder, EmbeddingConfig, Error, Float, Group, LinearBuilder, LinearConfig, Parameter,
+    Placement, Result, Shape, Tensor, TensorParallelColumnLinear, TensorParallelEmbedding, TensorParallelRowLinear,
 };
 
 #[cfg(target_endian = "big")]
@@ -34,31 +36,30 @@ const BLOCK: usize = 4 << 20;
 /// A data file is closed when it has this many bytes, as Hugging Face's are.
 const FILE_BYTES: u64 = 5_000_000_000;
 
-/// This rank's part of one whole tensor.
-pub struct Part<'a> {
+/// Which elements of one whole tensor this rank holds.
+pub(crate) struct Slices {
     /// What is appended to the layer's name: `.weight`, `.bias`, or nothing.
-    pub(crate) suffix: &'static str,
-    pub(crate) dtype: DType,
-    pub(crate) device: Arc<dyn Device>,
-    pub(crate) value: Buffer,
+    suffix: &'static str,
+    dtype: DType,
     /// The whole's dimensions, at least one.
-    pub(crate) whole: Vec<usize>,
+    whole: Vec<usize>,
     /// Of the first dimension, in the order in which this rank holds them.
-    pub(crate) rows: Vec<Range<usize>>,
+    rows: Vec<Range<usize>>,
     /// Of the others, taken as one.
-    pub(crate) columns: Vec<Range<usize>>,
-    /// Puts a new value in the place of the old one.
-    pub(crate) set: Box<dyn Fn(Buffer) -> Result<()> + 'a>,
+    columns: Vec<Range<usize>>,
 }
 
-impl Part<'_> {
-    pub(crate) fn of<'a, T: Float>(
-        suffix: &'static str,
-        parameter: &'a Parameter<T>,
-        whole: Vec<usize>,
-        rows: Vec<Range<usize>>,
-        columns: Vec<Range<usize>>,
-    ) -> Part<'a> {
+/// This rank's part of one whole tensor.
+pub struct Part<'a> {
+    slices: Slices,
+    device: Arc<dyn Device>,
+    value: Buffer,
+    /// Puts a new value in the place of the old one.
+    set: Box<dyn Fn(Buffer) -> Result<()> + 'a>,
+}
+
+impl<'a> Part<'a> {
+    fn of<T: Float>(slices: Slices, parameter: &'a Parameter<T>) -> Self {
         let value = parameter.value();
         let (shape, device) = (*value.shape(), Arc::clone(value.device()));
         let set = {
@@ -67,9 +68,11 @@ impl Part<'_> {
                 parameter.set(Tensor::from_buffer(&device, buffer, shape, Parameter::<T>::PLACEMENT))
             })
         };
-        Part { suffix, dtype: T::DTYPE, device, value: value.buffer().clone(), whole, rows, columns, set }
+        Part { slices, device, value: value.buffer().clone(), set }
     }
+}
 
+impl Slices {
     /// Whether this rank holds all of it, as all others do then.
     fn is_whole(&self) -> bool {
         self.rows.iter().map(Range::len).sum::<usize>() == self.whole[0] && self.own_width() == self.width()
@@ -263,44 +266,48 @@ impl Checkpoint {
     pub fn load(&self, layer: &dyn Checkpointed, names: &[&str]) -> Result<()> {
         let mut done = Vec::new();
         for part in layer.parts()? {
-            let value = self.read(&part, names)?;
+            let value = self.read(&part.slices, &*part.device, part.value.len(), names)?;
             done.push((part, value));
         }
         done.into_iter().try_for_each(|(part, value)| (part.set)(value))
     }
 
-    fn read(&self, part: &Part<'_>, names: &[&str]) -> Result<Buffer> {
+    /// Reads slices into a buffer of `len` bytes.
+    fn read(&self, slices: &Slices, device: &dyn Device, len: usize, names: &[&str]) -> Result<Buffer> {
         // The first row of each of the tensors, stacked.
         let mut stacked: Vec<(usize, &Entry, String)> = Vec::new();
         let mut rows = 0;
         for name in names {
-            let name = format!("{name}{}", part.suffix);
+            let name = format!("{name}{}", slices.suffix);
             let entry =
                 self.tensors.get(&name).ok_or_else(|| wrong(&self.path, format!("there is no tensor {name}")))?;
-            if entry.shape.len() != part.whole.len() || entry.shape[1..] != part.whole[1..] || entry.shape.is_empty() {
-                let (got, wanted) = (&entry.shape, &part.whole);
+            if entry.shape.len() != slices.whole.len()
+                || entry.shape[1..] != slices.whole[1..]
+                || entry.shape.is_empty()
+            {
+                let (got, wanted) = (&entry.shape, &slices.whole);
                 return Err(wrong(&self.path, format!("{name} is {got:?}, and the layer's whole is {wanted:?}")));
             }
             stacked.push((rows, entry, name));
             rows += entry.shape[0];
         }
-        if rows != part.whole[0] {
-            let wanted = &part.whole;
+        if rows != slices.whole[0] {
+            let wanted = &slices.whole;
             return Err(wrong(&self.path, format!("{names:?} have {rows} rows, and the layer's whole is {wanted:?}")));
         }
-        let width = part.width();
-        let mut target = part.device.allocate(part.value.len())?;
+        let width = slices.width();
+        let mut target = device.allocate(len)?;
         let (mut block, mut bytes) = (Vec::with_capacity(BLOCK), Vec::new());
         let mut written = 0;
         let mut flush = |block: &mut Vec<u8>| -> Result<()> {
             let range = written..written + block.len();
             written = range.end;
-            target.within(range, |target| part.device.upload(block, target))?;
+            target.within(range, |target| device.upload(block, target))?;
             block.clear();
             Ok(())
         };
-        let size = part.dtype.size();
-        for (mut start, length) in part.runs() {
+        let size = slices.dtype.size();
+        for (mut start, length) in slices.runs() {
             let end = start + length;
             while start < end {
                 let (first, entry, name) = stacked[stacked.partition_point(|(first, ..)| first * width <= start) - 1..]
@@ -312,7 +319,7 @@ impl Checkpoint {
                 })?;
                 bytes.resize((stop - start) * from.size(), 0);
                 self.read_at(entry, (start - first * width) * from.size(), &mut bytes)?;
-                convert(from, &bytes, part.dtype, &mut block)?;
+                convert(from, &bytes, slices.dtype, &mut block)?;
                 start = stop;
                 if block.len() + size > BLOCK {
                     flush(&mut block)?;
@@ -321,8 +328,8 @@ impl Checkpoint {
         }
         flush(&mut block)?;
         // Rows that only fill up the last rank's are zero.
-        let rest = written..part.value.len();
-        target.within(rest, |rest| if rest.is_empty() { Ok(()) } else { part.device.zero(rest) })?;
+        let rest = written..len;
+        target.within(rest, |rest| if rest.is_empty() { Ok(()) } else { device.zero(rest) })?;
         Ok(target.freeze())
     }
 
@@ -440,7 +447,7 @@ impl<'a> Plan<'a> {
     fn of(layers: &[(&str, &'a dyn Checkpointed)]) -> Result<Self> {
         let mut parts: Vec<(String, Part<'a>)> = Vec::new();
         for (name, layer) in layers {
-            parts.extend(layer.parts()?.into_iter().map(|part| (format!("{name}{}", part.suffix), part)));
+            parts.extend(layer.parts()?.into_iter().map(|part| (format!("{name}{}", part.slices.suffix), part)));
         }
         parts.sort_by(|a, b| a.0.cmp(&b.0));
         if let Some(twice) = parts.windows(2).find(|pair| pair[0].0 == pair[1].0) {
@@ -453,13 +460,13 @@ impl<'a> Plan<'a> {
             let (mut tensors, mut end, mut at) = (Vec::new(), first, 0);
             while end < parts.len() && (end == first || at < FILE_BYTES) {
                 let (name, part) = &parts[end];
-                let dtype = name_of(part.dtype).ok_or_else(|| Error::Unsupported {
-                    what: format!("saving {:?}", part.dtype),
+                let dtype = name_of(part.slices.dtype).ok_or_else(|| Error::Unsupported {
+                    what: format!("saving {:?}", part.slices.dtype),
                     reason: "no weights are".into(),
                 })?;
-                let bytes = (part.whole.iter().product::<usize>() * part.dtype.size()) as u64;
+                let bytes = (part.slices.whole.iter().product::<usize>() * part.slices.dtype.size()) as u64;
                 let data_offsets = (at as usize, (at + bytes) as usize);
-                tensors.push((name.clone(), TensorInfo { dtype, shape: part.whole.clone(), data_offsets }));
+                tensors.push((name.clone(), TensorInfo { dtype, shape: part.slices.whole.clone(), data_offsets }));
                 at += bytes;
                 end += 1;
             }
@@ -490,7 +497,7 @@ impl<'a> Plan<'a> {
     fn create(&self, paths: &[PathBuf]) -> Result<()> {
         for ((parts, header, starts), path) in self.files.iter().zip(paths) {
             let last = &self.parts[parts.end - 1].1;
-            let bytes = last.whole.iter().product::<usize>() * last.dtype.size();
+            let bytes = last.slices.whole.iter().product::<usize>() * last.slices.dtype.size();
             let length = starts[starts.len() - 1] + bytes as u64;
             let made = File::create(path).and_then(|mut file| {
                 file.write_all(header)?;
@@ -508,13 +515,13 @@ impl<'a> Plan<'a> {
             let failed = |error| file_error(path, "cannot be written", error);
             let mut file = File::options().write(true).open(path).map_err(failed)?;
             for ((_, part), at) in
-                self.parts[parts.clone()].iter().zip(starts).filter(|((_, part), _)| first || !part.is_whole())
+                self.parts[parts.clone()].iter().zip(starts).filter(|((_, part), _)| first || !part.slices.is_whole())
             {
-                let size = part.dtype.size();
+                let size = part.slices.dtype.size();
                 // What has been downloaded: a range of this rank's elements.
                 let (mut loaded, mut own) = (0..0, 0);
                 let total = part.value.len() / size;
-                for (mut start, mut length) in part.runs() {
+                for (mut start, mut length) in part.slices.runs() {
                     while length > 0 {
                         if own == loaded.end {
                             loaded = own..total.min(own + BLOCK / size);
@@ -542,8 +549,11 @@ impl<'a> Plan<'a> {
                 map.insert(name.clone(), self.name(number, file).into());
             }
         }
-        let bytes: usize =
-            self.parts.iter().map(|(_, part)| part.whole.iter().product::<usize>() * part.dtype.size()).sum();
+        let bytes: usize = self
+            .parts
+            .iter()
+            .map(|(_, part)| part.slices.whole.iter().product::<usize>() * part.slices.dtype.size())
+            .sum();
         let index = serde_json::json!({ "metadata": { "total_size": bytes }, "weight_map": map });
         let (partial, place) = (folder.join(format!("{INDEX}.partial")), folder.join(INDEX));
         let written = File::create(&partial).and_then(|mut file| {
@@ -574,16 +584,14 @@ impl<T: Float> Checkpointed for Mutex<Tensor<T>> {
                 Ok(())
             })
         };
-        Ok(vec![Part {
+        let slices = Slices {
             suffix: "",
             dtype: T::DTYPE,
-            device,
-            value: value.buffer().clone(),
             whole: shape.to_vec(),
             rows: all(shape[0]),
             columns: all(shape[1..].iter().product()),
-            set,
-        }])
+        };
+        Ok(vec![Part { slices, device, value: value.buffer().clone(), set }])
     }
 }
 
@@ -592,38 +600,99 @@ fn all(size: usize) -> Vec<Range<usize>> {
     std::iter::once(0..size).collect()
 }
 
+/// The slices of a linear layer's weight and bias.
+fn of_linear(config: &LinearConfig, sharded: Sharded, dtype: DType, group: &Group) -> Result<(Slices, Option<Slices>)> {
+    let LinearConfig { in_features, out_features, ref contiguous_chunks, .. } = *config;
+    let (what, total) = match sharded {
+        Sharded::Out => ("out_features", out_features),
+        Sharded::In => ("in_features", in_features),
+    };
+    let chunks = ContiguousChunks::new(what, total, contiguous_chunks, group.world_size())?;
+    let own: Vec<_> = chunks.of_rank(group.rank()).collect();
+    let (rows, columns) = match sharded {
+        Sharded::Out => (own, all(in_features)),
+        Sharded::In => (all(out_features), own),
+    };
+    let bias = config.bias.then(|| Slices {
+        suffix: ".bias",
+        dtype,
+        whole: vec![out_features],
+        rows: rows.clone(),
+        columns: all(1),
+    });
+    Ok((Slices { suffix: ".weight", dtype, whole: vec![out_features, in_features], rows, columns }, bias))
+}
+
+/// The slices of an embedding's table.
+fn of_embedding(config: &EmbeddingConfig, dtype: DType, group: &Group) -> Result<Slices> {
+    let EmbeddingConfig { num_embeddings, embedding_dim, .. } = *config;
+    let own = ShardLayout::uneven(num_embeddings, group.world_size())?.own(group.rank());
+    let whole = vec![num_embeddings, embedding_dim];
+    Ok(Slices { suffix: ".weight", dtype, whole, rows: vec![own], columns: all(embedding_dim) })
+}
+
+fn linear_parts<'a, T: Float>(
+    (weight, bias): (Slices, Option<Slices>),
+    parameters: (&'a Parameter<T>, Option<&'a Parameter<T>>),
+) -> Vec<Part<'a>> {
+    let mut parts = vec![Part::of(weight, parameters.0)];
+    parts.extend(bias.zip(parameters.1).map(|(slices, bias)| Part::of(slices, bias)));
+    parts
+}
+
 impl<T: Float> Checkpointed for TensorParallelColumnLinear<T> {
     fn parts(&self) -> Result<Vec<Part<'_>>> {
-        let (config, group) = (self.config(), self.group());
-        let LinearConfig { in_features, out_features, ref contiguous_chunks, .. } = *config;
-        let chunks = ContiguousChunks::new("out_features", out_features, contiguous_chunks, group.world_size())?;
-        let rows: Vec<_> = chunks.of_rank(group.rank()).collect();
-        let whole = vec![out_features, in_features];
-        let mut parts = vec![Part::of(".weight", self.weight(), whole, rows.clone(), all(in_features))];
-        parts.extend(self.bias().map(|bias| Part::of(".bias", bias, vec![out_features], rows, all(1))));
-        Ok(parts)
+        let slices = of_linear(self.config(), Sharded::Out, T::DTYPE, self.group())?;
+        Ok(linear_parts(slices, (self.weight(), self.bias())))
     }
 }
 
 impl<T: Float> Checkpointed for TensorParallelRowLinear<T> {
     fn parts(&self) -> Result<Vec<Part<'_>>> {
-        let (config, group) = (self.config(), self.group());
-        let LinearConfig { in_features, out_features, ref contiguous_chunks, .. } = *config;
-        let chunks = ContiguousChunks::new("in_features", in_features, contiguous_chunks, group.world_size())?;
-        let columns: Vec<_> = chunks.of_rank(group.rank()).collect();
-        let rows = all(out_features);
-        let whole = vec![out_features, in_features];
-        let mut parts = vec![Part::of(".weight", self.weight(), whole, rows.clone(), columns)];
-        parts.extend(self.bias().map(|bias| Part::of(".bias", bias, vec![out_features], rows, all(1))));
-        Ok(parts)
+        let slices = of_linear(self.config(), Sharded::In, T::DTYPE, self.group())?;
+        Ok(linear_parts(slices, (self.weight(), self.bias())))
     }
 }
 
 impl<T: Float> Checkpointed for TensorParallelEmbedding<T> {
     fn parts(&self) -> Result<Vec<Part<'_>>> {
-        let EmbeddingConfig { num_embeddings, embedding_dim, .. } = *self.config();
-        let rows = ShardLayout::uneven(num_embeddings, self.group().world_size())?.own(self.group().rank());
-        let whole = vec![num_embeddings, embedding_dim];
-        Ok(vec![Part::of(".weight", self.weight(), whole, vec![rows], all(embedding_dim))])
+        Ok(vec![Part::of(of_embedding(self.config(), T::DTYPE, self.group())?, self.weight())])
+    }
+}
+
+impl<L: LinearLayer> LinearBuilder<L> {
+    /// A layer with the weights of a checkpoint, as [`Checkpoint::load`] loads them: no other weights are made first, so that a rank
+    /// needs the memory of its shard and a few MiB (feature `checkpoint`).
+    ///
+    /// # Errors
+    /// As [`build`](Self::build) and [`Checkpoint::load`].
+    pub fn from_checkpoint(self, group: &Group, checkpoint: &Checkpoint, names: &[&str]) -> Result<L> {
+        let (weight_shape, bias_shape) = self.shard_shapes(group)?;
+        let (weight, bias) = of_linear(self.options(), L::SHARDED, L::Element::DTYPE, group)?;
+        let read = |slices: &Slices, shape: &[usize]| -> Result<Tensor<L::Element>> {
+            let shape = Shape::new(shape)?;
+            let len = shape.elements() * slices.dtype.size();
+            let buffer = checkpoint.read(slices, &**group.device(), len, names)?;
+            Ok(Tensor::from_buffer(group.device(), buffer, shape, Parameter::<L::Element>::PLACEMENT))
+        };
+        let weight = read(&weight, &weight_shape)?;
+        let bias = bias.map(|slices| read(&slices, &bias_shape)).transpose()?;
+        self.with_tensors(group, weight, bias)
+    }
+}
+
+impl<T: Float> EmbeddingBuilder<T> {
+    /// An embedding with the table of a checkpoint, as [`Checkpoint::load`] loads it, and no other first (feature `checkpoint`).
+    ///
+    /// # Errors
+    /// As [`build`](Self::build) and [`Checkpoint::load`].
+    pub fn from_checkpoint(
+        self,
+        group: &Group,
+        checkpoint: &Checkpoint,
+        name: &str,
+    ) -> Result<TensorParallelEmbedding<T>> {
+        let slices = of_embedding(self.options(), T::DTYPE, group)?;
+        self.with_table(group, |len| checkpoint.read(&slices, &**group.device(), len, &[name]))
     }
 }

@@ -176,8 +176,30 @@ impl<T: Float> EmbeddingBuilder<T> {
         let mut padded = own[..held * dim].to_vec();
         padded.resize(rows * dim, T::from_f64(0.0));
         let weight = group.tensor(&padded, &[rows, dim], Parameter::<T>::PLACEMENT)?;
+        Ok(self.over(group, layout, weight))
+    }
+
+    fn over(self, group: &Group, layout: ShardLayout, weight: Tensor<T>) -> TensorParallelEmbedding<T> {
         let weight = Arc::new(Parameter::new("weight", weight));
-        Ok(TensorParallelEmbedding { group: group.clone(), config: self.config, weight, layout, meter: Arc::default() })
+        TensorParallelEmbedding { group: group.clone(), config: self.config, weight, layout, meter: Arc::default() }
+    }
+
+    /// An embedding over a table that `read` makes, of so many bytes, padding included.
+    #[cfg(feature = "checkpoint")]
+    pub(crate) fn with_table(
+        self,
+        group: &Group,
+        read: impl FnOnce(usize) -> Result<crate::Buffer>,
+    ) -> Result<TensorParallelEmbedding<T>> {
+        let layout = self.layout(group)?;
+        let shape = Shape::new(&[layout.largest(), self.config.embedding_dim])?;
+        let table = read(shape.elements() * T::DTYPE.size())?;
+        Ok(self.over(group, layout, Tensor::from_buffer(group.device(), table, shape, Parameter::<T>::PLACEMENT)))
+    }
+
+    #[cfg(feature = "checkpoint")]
+    pub(crate) fn options(&self) -> &EmbeddingConfig {
+        &self.config
     }
 }
 

@@ -228,11 +228,33 @@ impl<L: LinearLayer> LinearBuilder<L> {
         let bias = bias
             .map(|bias| {
                 length("bias", bias.len(), &[rows])?;
-                let bias = group.tensor(bias, &[rows], Parameter::<L::Element>::PLACEMENT)?;
-                Ok(Parameter::new("bias", bias))
+                group.tensor(bias, &[rows], Parameter::<L::Element>::PLACEMENT)
             })
             .transpose()?;
+        self.with_tensors(group, weight, bias)
+    }
+
+    /// A layer over tensors of the shard's shapes.
+    pub(crate) fn with_tensors(
+        self,
+        group: &Group,
+        weight: Tensor<L::Element>,
+        bias: Option<Tensor<L::Element>>,
+    ) -> Result<L> {
+        let bias = bias.map(|bias| Parameter::new("bias", bias));
         L::assemble(group, self.config, Arc::new(Parameter::new("weight", weight)), bias)
+    }
+
+    /// The shapes of this rank's weight and bias.
+    #[cfg(feature = "checkpoint")]
+    pub(crate) fn shard_shapes(&self, group: &Group) -> Result<([usize; 2], [usize; 1])> {
+        let shape = self.shards(group)?.weight_shape();
+        Ok((shape, [shape[0]]))
+    }
+
+    #[cfg(feature = "checkpoint")]
+    pub(crate) fn options(&self) -> &LinearConfig {
+        &self.config
     }
 }
 

@@ -348,3 +348,35 @@ fn who_is_killed_while_saving_leaves_a_whole_checkpoint() {
     let left: Vec<_> = fs::read_dir(&folder.0).unwrap().flatten().map(|entry| entry.file_name()).collect();
     assert_eq!(left.len(), 2, "{left:?}");
 }
+
+/// Layers made from a checkpoint are those loaded from it.
+#[test]
+fn layers_are_made_from_a_checkpoint() {
+    let folder = Folder::new("made");
+    for n in [1, 2, 3] {
+        LocalWorld::new(n)
+            .unwrap()
+            .run(|group| {
+                let saved = Model::<f32>::new(group, 3)?;
+                save_checkpoint(folder.0.join(n.to_string()), group, &saved.named())?;
+                let checkpoint = Checkpoint::open(folder.0.join(n.to_string()))?;
+                let column = TensorParallelColumnLinear::<f32>::builder(5, 24).bias(true);
+                let row = TensorParallelRowLinear::<f32>::builder(12, 5).bias(true);
+                let made = Model {
+                    qkv: column.contiguous_chunks(&[12, 6, 6]).from_checkpoint(group, &checkpoint, &["qkv"])?,
+                    down: row.from_checkpoint(group, &checkpoint, &["down"])?,
+                    embedding: TensorParallelEmbedding::builder(7, 5).from_checkpoint(
+                        group,
+                        &checkpoint,
+                        "embedding",
+                    )?,
+                    norm: Mutex::new(saved.norm.lock().unwrap().clone()),
+                };
+                assert_eq!(made.values()?, saved.values()?, "{n}");
+                let column = TensorParallelColumnLinear::<f32>::builder(5, 24);
+                assert!(column.from_checkpoint(group, &checkpoint, &["down"]).is_err());
+                Ok(())
+            })
+            .unwrap();
+    }
+}

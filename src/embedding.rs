@@ -270,8 +270,9 @@ impl<T: Float> TensorParallelEmbedding<T> {
             return Err(Error::Placement { what: "ids", got, wanted, hint: "; every rank looks up all of them" });
         }
         // Ids are one-dimensional at least: their own first dimension is what is scattered.
-        let dims: Vec<usize> = ids.shape().iter().copied().chain([dim]).collect();
-        let whole = Shape::new(&dims)?;
+        let (mut dims, count) = ([dim; Shape::MAX_DIMS + 1], ids.shape().len());
+        dims[..count].copy_from_slice(ids.shape());
+        let whole = Shape::new(&dims[..=count])?;
         let n = self.group.world_size();
         let leading = match mode {
             LinearMode::AllReduce => ShardLayout::uneven(whole.leading(), n)?,

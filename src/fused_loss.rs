@@ -96,18 +96,17 @@ fn collect(
     device: &dyn Device,
     from: &Buffer,
     size: usize,
-    ranges: impl ExactSizeIterator<Item = Range<usize>>,
+    mut ranges: impl ExactSizeIterator<Item = Range<usize>> + Clone,
 ) -> Result<Buffer> {
-    let ranges: Vec<_> = ranges.map(|range| scaled(&range, size)).collect();
-    if let [range] = &ranges[..] {
-        return from.slice(range.clone());
+    if ranges.len() == 1 {
+        return from.slice(scaled(&ranges.next().unwrap_or_default(), size));
     }
-    let mut out = device.allocate(ranges.iter().map(Range::len).sum())?;
+    let mut out = device.allocate(ranges.clone().map(|range| range.len() * size).sum())?;
     let mut at = 0;
     for range in ranges {
-        let source = from.slice(range.clone())?;
-        out.within(at..at + range.len(), |out| device.copy(&source, out))?;
-        at += range.len();
+        let source = from.slice(scaled(&range, size))?;
+        out.within(at..at + source.len(), |out| device.copy(&source, out))?;
+        at += source.len();
     }
     Ok(out.freeze())
 }

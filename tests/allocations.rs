@@ -7,8 +7,8 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use async_tensor_parallel::{
-    Float, Group, LinearMode, Link, LocalWorld, Overlap, Placement, Result, TensorParallelColumnLinear,
-    TensorParallelRowLinear,
+    Float, Group, LinearMode, Link, LocalWorld, Overlap, Placement, Result, ShardedCrossEntropy,
+    TensorParallelColumnLinear, TensorParallelEmbedding, TensorParallelRowLinear,
 };
 use half::bf16;
 
@@ -128,12 +128,34 @@ fn row<T: Float>(group: &Group, mode: LinearMode, overlap: Overlap, _: bool) -> 
     })
 }
 
+/// Embedding, head and loss; with `pieces`, head and loss some rows at a time.
+fn tokens<T: Float>(group: &Group, mode: LinearMode, overlap: Overlap, pieces: bool) -> Result<(usize, usize)> {
+    let ids: Vec<i64> = (0..ROWS).map(|i| (i * 7 % FEATURES) as i64).collect();
+    let ids = group.tensor(&ids, &[ROWS], Placement::Replicated)?;
+    let embedding = TensorParallelEmbedding::<T>::builder(FEATURES, 8).mode(mode).overlap(overlap).build(group)?;
+    let head = TensorParallelColumnLinear::<T>::builder(8, FEATURES).mode(mode).overlap(overlap).build(group)?;
+    let loss = ShardedCrossEntropy::new(FEATURES).label_smoothing(0.1);
+    let grad = group.tensor(&vec![T::Accumulator::from_f64(0.1); ROWS], &[ROWS], Placement::Replicated)?;
+    measure(group, || {
+        let (x, saved_ids) = embedding.forward(&ids)?;
+        let dx = if pieces {
+            loss.of_linear(&head, &x, &ids, &grad, 3)?.1
+        } else {
+            let (logits, saved_x) = head.forward(&x)?;
+            let saved = loss.forward(group, &logits, &ids)?.1;
+            head.backward(saved_x, &loss.backward(group, saved, &grad)?)?
+        };
+        embedding.backward(saved_ids, &dx)
+    })
+}
+
 type Step = fn(&Group, LinearMode, Overlap, bool) -> Result<(usize, usize)>;
 
 /// One test: the counter is the process's.
 #[test]
 fn a_step_allocates_nothing() {
-    let layers: [(&str, Step, &[bool]); 4] = [
+    let layers: [(&str, Step, &[bool]); 5] = [
+        ("tokens f32", tokens::<f32>, &[false, true]),
         ("column f32", column::<f32>, &[false, true]),
         ("column bf16", column::<bf16>, &[true]),
         ("row f32", row::<f32>, &[true]),

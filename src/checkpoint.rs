@@ -130,9 +130,16 @@ fn name_of(dtype: DType) -> Option<Dtype> {
     [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::BF16].into_iter().find(|named| dtype_of(*named) == Some(dtype))
 }
 
-struct DataFile {
-    path: PathBuf,
-    file: Mutex<File>,
+/// Opens a file, which must be one.
+fn open(path: &Path) -> Result<(File, u64)> {
+    // Asked first: opening a pipe would wait for its other end.
+    let is_file = fs::metadata(path).map_err(|error| file_error(path, "cannot be looked at", error))?.is_file();
+    if !is_file {
+        return Err(wrong(path, "is not a file".into()));
+    }
+    let file = File::open(path).map_err(|error| file_error(path, "cannot be opened", error))?;
+    let length = file.metadata().map_err(|error| file_error(path, "cannot be looked at", error))?.len();
+    Ok((file, length))
 }
 
 #[derive(Debug, Clone)]
@@ -163,8 +170,10 @@ struct Entry {
 /// ```
 pub struct Checkpoint {
     path: PathBuf,
-    files: Vec<DataFile>,
+    files: Vec<PathBuf>,
     tensors: BTreeMap<String, Entry>,
+    /// The file that was read last: a process may not have as many open as a large model has.
+    open: Mutex<Option<(usize, File)>>,
 }
 
 impl std::fmt::Debug for Checkpoint {
@@ -181,7 +190,8 @@ impl Checkpoint {
     /// [`Error::Checkpoint`] for what is not there, cut off, or says what cannot be.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let mut checkpoint = Self { path: path.into(), files: Vec::new(), tensors: BTreeMap::new() };
+        let mut checkpoint =
+            Self { path: path.into(), files: Vec::new(), tensors: BTreeMap::new(), open: Mutex::default() };
         if !path.is_dir() {
             checkpoint.add(path, None)?;
             return Ok(checkpoint);
@@ -191,7 +201,13 @@ impl Checkpoint {
             checkpoint.add(&path.join(SINGLE), None)?;
             return Ok(checkpoint);
         }
-        let text = fs::read(&index).map_err(|error| file_error(&index, "cannot be read", error))?;
+        let (file, length) = open(&index)?;
+        if length > LONGEST_HEADER {
+            return Err(wrong(&index, format!("{length} bytes are too many for an index")));
+        }
+        let mut text = Vec::new();
+        let read = file.take(LONGEST_HEADER).read_to_end(&mut text);
+        read.map_err(|error| file_error(&index, "cannot be read", error))?;
         let json: serde_json::Value =
             serde_json::from_slice(&text).map_err(|error| file_error(&index, "is not JSON", error))?;
         let map = json.get("weight_map").and_then(serde_json::Value::as_object);
@@ -211,12 +227,11 @@ impl Checkpoint {
 
     /// Adds the tensors of a file, those alone that the index says it has.
     fn add(&mut self, path: &Path, names: Option<&HashSet<&str>>) -> Result<()> {
-        let mut file = File::open(path).map_err(|error| file_error(path, "cannot be opened", error))?;
-        let length = file.metadata().map_err(|error| file_error(path, "cannot be looked at", error))?.len();
+        let (mut file, length) = open(path)?;
         let mut head = [0; 8];
         file.read_exact(&mut head).map_err(|error| file_error(path, "has no header", error))?;
         let header = u64::from_le_bytes(head);
-        if header > LONGEST_HEADER || header > length - 8 {
+        if header > LONGEST_HEADER || length.checked_sub(8).is_none_or(|rest| header > rest) {
             return Err(wrong(path, format!("its header of {header} bytes does not fit into {length}")));
         }
         let mut text = vec![0; header as usize];
@@ -240,7 +255,7 @@ impl Checkpoint {
                 self.tensors.insert(name, entry);
             }
         }
-        self.files.push(DataFile { path: path.into(), file: Mutex::new(file) });
+        self.files.push(path.into());
         Ok(())
     }
 
@@ -334,8 +349,12 @@ impl Checkpoint {
     }
 
     fn read_at(&self, entry: &Entry, offset: usize, bytes: &mut [u8]) -> Result<()> {
-        let DataFile { path, file } = &self.files[entry.file];
-        let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+        let path = &self.files[entry.file];
+        let mut last = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = match &mut *last {
+            Some((which, file)) if *which == entry.file => file,
+            other => &mut other.insert((entry.file, open(path)?.0)).1,
+        };
         let read = file.seek(SeekFrom::Start(entry.at + offset as u64)).and_then(|_| file.read_exact(bytes));
         read.map_err(|error| file_error(path, "cannot be read", error))
     }
@@ -389,24 +408,34 @@ fn convert(from: DType, bytes: &[u8], to: DType, out: &mut Vec<u8>) -> Result<()
 pub fn save(folder: impl AsRef<Path>, group: &Group, layers: &[(&str, &dyn Checkpointed)]) -> Result<()> {
     let folder = folder.as_ref();
     let planned = Plan::of(layers);
-    let number = planned.as_ref().map_or(Ok(0), |_| match group.rank() {
-        0 => prepare(folder),
-        _ => Ok(0),
-    });
-    agree(
-        group,
-        folder,
-        number.as_ref().map(|_| ()).map_err(Clone::clone).and(planned.as_ref().map(|_| ()).map_err(Clone::clone)),
-    )?;
-    let (plan, number) = (planned?, number?);
-    let number = group.tensor(&[number], &[1], Placement::Replicated)?;
-    let number = group.broadcast(0, &number)?.wait()?.to_vec()?[0];
+    let prepared = match (&planned, group.rank()) {
+        (Ok(_), 0) => prepare(folder),
+        (Ok(_), _) => Ok(0),
+        (Err(error), _) => Err(error.clone()),
+    };
+    agree(group, folder, prepared.as_ref().map(|_| ()).map_err(Clone::clone))?;
+    let (plan, number) = (planned?, prepared?);
+    let told = group.tensor(&[number, plan.fingerprint()], &[2], Placement::Replicated)?;
+    let told = group.broadcast(0, &told)?.wait()?.to_vec()?;
+    let number = told[0];
+    let same = if told[1] == plan.fingerprint() {
+        Ok(())
+    } else {
+        Err(wrong(folder, "this rank saves other tensors than rank 0, or other types or shapes".into()))
+    };
+    agree(group, folder, same)?;
+    plan.check_covered(folder, group)?;
     let paths: Vec<PathBuf> = (0..plan.files.len()).map(|file| folder.join(plan.name(number, file))).collect();
     let created = if group.rank() == 0 { plan.create(&paths) } else { Ok(()) };
-    agree(group, folder, created)?;
-    agree(group, folder, plan.write(&paths, group.rank() == 0))?;
-    let finished = if group.rank() == 0 { plan.finish(folder, number) } else { Ok(()) };
-    agree(group, folder, finished)
+    let written = agree(group, folder, created)
+        .and_then(|()| agree(group, folder, plan.write(&paths, group.rank() == 0)))
+        .and_then(|()| agree(group, folder, if group.rank() == 0 { plan.finish(folder, number) } else { Ok(()) }));
+    if group.rank() == 0 {
+        // What is not in the index now: the old files, or, where something failed, the new ones.
+        let kept = if written.is_ok() { Some(number) } else { None };
+        clean(folder, kept);
+    }
+    written
 }
 
 /// An error on every rank where there is one on any.
@@ -417,23 +446,53 @@ fn agree(group: &Group, folder: &Path, outcome: Result<()>) -> Result<()> {
     if failed { Err(wrong(folder, "another rank could not save its part".into())) } else { Ok(()) }
 }
 
-/// The number in a data file's name.
+/// The number in the name of one of our data files: `model-<number>-<file>-of-<files>.safetensors`.
 fn number_of(name: &str) -> Option<i64> {
-    let (number, rest) = name.strip_prefix("model-")?.split_once('-')?;
-    rest.ends_with(".safetensors").then(|| number.parse().ok()).flatten()
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let parts: Vec<&str> = name.strip_prefix("model-")?.strip_suffix(".safetensors")?.split('-').collect();
+    match parts[..] {
+        [number, file, "of", files] if [number, file, files].into_iter().all(digits) && file.len() >= 5 => {
+            number.parse().ok()
+        }
+        _ => None,
+    }
 }
 
 fn numbered(folder: &Path) -> Result<Vec<(i64, PathBuf)>> {
-    let entries = fs::read_dir(folder).map_err(|error| file_error(folder, "cannot be listed", error))?;
-    let known = entries.flatten().filter_map(|entry| Some((number_of(entry.file_name().to_str()?)?, entry.path())));
-    Ok(known.collect())
+    let failed = |error| file_error(folder, "cannot be listed", error);
+    let mut known = Vec::new();
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        if let Some(number) = entry.file_name().to_str().and_then(number_of) {
+            known.push((number, entry.path()));
+        }
+    }
+    Ok(known)
 }
 
-/// Makes the folder, and finds a number that none of its data files has.
+/// The number of the data files that the folder's index names, if it is one of ours.
+fn current(folder: &Path) -> Option<i64> {
+    let text = fs::read(folder.join(INDEX)).ok()?;
+    let json: serde_json::Value = serde_json::from_slice(&text).ok()?;
+    json.get("weight_map")?.as_object()?.values().find_map(|file| number_of(file.as_str()?))
+}
+
+/// Removes our data files of other numbers than `kept`, or else the index's. What cannot be removed is only in the way.
+fn clean(folder: &Path, kept: Option<i64>) {
+    let kept = kept.or_else(|| current(folder));
+    for (_, path) in numbered(folder).unwrap_or_default().into_iter().filter(|(number, _)| Some(*number) != kept) {
+        if let Err(error) = fs::remove_file(&path) {
+            tracing::warn!(target: "async_tensor_parallel", path = %path.display(), %error, "an old data file stays");
+        }
+    }
+}
+
+/// Makes the folder, removes what saves that were killed have left, and finds a number that no data file has.
 fn prepare(folder: &Path) -> Result<i64> {
     fs::create_dir_all(folder).map_err(|error| file_error(folder, "cannot be made", error))?;
+    clean(folder, None);
     let largest = numbered(folder)?.into_iter().map(|(number, _)| number).max().unwrap_or(0);
-    Ok(largest.max(0).saturating_add(1))
+    largest.checked_add(1).ok_or_else(|| wrong(folder, "has data files with the largest number there is".into()))
 }
 
 /// What goes where.
@@ -487,6 +546,37 @@ impl<'a> Plan<'a> {
             first = end;
         }
         Ok(Self { parts, files })
+    }
+
+    /// A number that ranks with the same tensors have in common (FNV-1a).
+    fn fingerprint(&self) -> i64 {
+        let bytes = self.files.iter().flat_map(|(_, header, _)| header.iter());
+        bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+            as i64
+    }
+
+    /// Whether the ranks' slices together are the whole tensors.
+    fn check_covered(&self, folder: &Path, group: &Group) -> Result<()> {
+        if self.parts.is_empty() {
+            return Ok(());
+        }
+        let own = self.parts.iter().map(|(_, part)| match &part.slices {
+            slices if slices.is_whole() && group.rank() > 0 => 0.0,
+            slices => (slices.rows.iter().map(Range::len).sum::<usize>() * slices.own_width()) as f64,
+        });
+        let own = group.tensor(&own.collect::<Vec<f64>>(), &[self.parts.len()], Placement::Partial)?;
+        let all = group.all_reduce(&own)?.wait()?.to_vec()?;
+        for ((name, part), all) in self.parts.iter().zip(all) {
+            let whole = part.slices.whole.iter().product::<usize>() as f64;
+            if all != whole {
+                let reason = format!(
+                    "the {} ranks that save {name} hold {all} of its {whole} elements: it is of another group",
+                    group.world_size()
+                );
+                return Err(wrong(folder, reason));
+            }
+        }
+        Ok(())
     }
 
     fn name(&self, number: i64, file: usize) -> String {
@@ -564,9 +654,6 @@ impl<'a> Plan<'a> {
             File::open(folder).map_or(Ok(()), |folder| folder.sync_all())
         });
         written.map_err(|error| file_error(&place, "cannot be written", error))?;
-        for (_, path) in numbered(folder)?.into_iter().filter(|(other, _)| *other != number) {
-            fs::remove_file(&path).map_err(|error| file_error(&path, "cannot be removed", error))?;
-        }
         Ok(())
     }
 }
@@ -576,6 +663,10 @@ impl<T: Float> Checkpointed for Mutex<Tensor<T>> {
     fn parts(&self) -> Result<Vec<Part<'_>>> {
         let value = self.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let (shape, placement, device) = (*value.shape(), value.placement(), Arc::clone(value.device()));
+        if placement != Placement::Replicated {
+            let hint = "; a layer knows its own part of the whole";
+            return Err(Error::Placement { what: "tensor", got: placement, wanted: Placement::Replicated, hint });
+        }
         let set = {
             let device = Arc::clone(&device);
             Box::new(move |buffer| {

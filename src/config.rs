@@ -110,7 +110,7 @@ impl ParallelismConfig {
             (None, Some(value)) => Ok(value),
             (None, None) => Err(wrong(key, "nothing", "a number of ranks")),
             (Some(value), _) => {
-                let number = value.plain().and_then(|text| text.parse().ok());
+                let number = value.plain().filter(|text| !text.starts_with('0')).and_then(|text| text.parse().ok());
                 let number = number.filter(|number| (1..=1 << 24).contains(number));
                 number.ok_or_else(|| wrong(key, value, "a number of ranks, 1 or more"))
             }
@@ -407,6 +407,7 @@ mod tests {
             ("  {dp: 1, pp: 1}", ["tp", "nothing"]),
             ("  {dp: 1, pp: 1, tp: 0}", ["tp", "0"]),
             ("  {dp: 1, pp: 1, tp: -2}", ["tp", "-2"]),
+            ("  {dp: 1, pp: 1, tp: 010}", ["tp", "010"]),
             ("  {dp: 1, pp: 1, tp: 2.5}", ["tp", "2.5"]),
             ("  {dp: 1, pp: 1, tp: two}", ["tp", "two"]),
             ("  {dp: 16777216, pp: 16777216, tp: 16777216}", ["dp, pp and tp", "16777216"]),

@@ -6,7 +6,7 @@ mod chrome;
 mod metrics;
 mod svg;
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -45,6 +45,8 @@ pub struct Span {
 #[derive(Debug)]
 struct Shared {
     on: AtomicBool,
+    /// How often recording has begun.
+    recordings: AtomicU64,
     origin: Instant,
     spans: Mutex<Vec<Span>>,
 }
@@ -59,7 +61,12 @@ pub struct Recorder {
 impl Recorder {
     /// A recorder that is off until [`Recorder::start`].
     pub fn disabled() -> Self {
-        let shared = Shared { on: AtomicBool::new(false), origin: Instant::now(), spans: Mutex::new(Vec::new()) };
+        let shared = Shared {
+            on: AtomicBool::new(false),
+            recordings: AtomicU64::new(0),
+            origin: Instant::now(),
+            spans: Mutex::new(Vec::new()),
+        };
         Self { shared: Arc::new(shared), rank: 0 }
     }
 
@@ -71,7 +78,14 @@ impl Recorder {
     /// Forgets what was recorded and records from now on.
     pub fn start(&self) {
         self.shared.spans.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.shared.recordings.fetch_add(1, Ordering::Relaxed);
         self.shared.on.store(true, Ordering::Relaxed);
+    }
+
+    /// The number of the recording, for what is noted later than it began.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn recording(&self) -> u64 {
+        self.shared.recordings.load(Ordering::Relaxed)
     }
 
     /// Stops recording and returns the spans of all ranks, in order of their start.

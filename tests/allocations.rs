@@ -135,7 +135,7 @@ fn tokens<T: Float>(group: &Group, mode: LinearMode, overlap: Overlap, pieces: b
     let embedding = TensorParallelEmbedding::<T>::builder(FEATURES, 8).mode(mode).overlap(overlap).build(group)?;
     let head = TensorParallelColumnLinear::<T>::builder(8, FEATURES).mode(mode).overlap(overlap).build(group)?;
     let loss = ShardedCrossEntropy::new(FEATURES).label_smoothing(0.1);
-    let grad = group.tensor(&vec![T::Accumulator::from_f64(0.1); ROWS], &[ROWS], Placement::Replicated)?;
+    let grad = group.tensor(&[T::Accumulator::from_f64(0.1); ROWS], &[ROWS], Placement::Replicated)?;
     measure(group, || {
         let (x, saved_ids) = embedding.forward(&ids)?;
         let dx = if pieces {

@@ -270,3 +270,22 @@ fn shapes_and_worlds_that_make_no_sense() {
         Ok(())
     });
 }
+
+/// Links whose times no clock could hold.
+#[test]
+fn links_that_are_none_are_refused() {
+    let link =
+        |bandwidth, latency| LocalWorld::new(2).unwrap().with_link(async_tensor_parallel::Link { bandwidth, latency });
+    use std::time::Duration;
+    for bandwidth in [0.0, -1.0, 1e-20, f64::NAN, f64::INFINITY] {
+        assert!(matches!(link(bandwidth, Duration::ZERO), Err(Error::Argument { .. })), "{bandwidth}");
+    }
+    assert!(matches!(link(1e9, Duration::MAX), Err(Error::Argument { .. })));
+    // The slowest that there is: the wait ends by its deadline.
+    let world = link(1.0, Duration::from_secs(86_400)).unwrap().with_deadline(Duration::from_millis(200));
+    let outcome = world.run(|group| {
+        let shard = group.tensor(&[1f32; 1024], &[1, 1024], Placement::Rows)?;
+        group.all_gather(&shard)?.wait().map(drop)
+    });
+    assert!(matches!(outcome, Err(Error::Timeout { .. })), "{outcome:?}");
+}

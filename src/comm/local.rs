@@ -85,11 +85,19 @@ impl LocalWorld {
     /// # Errors
     /// [`Error::Argument`] for a bandwidth that is not a positive, finite number.
     pub fn with_link(mut self, link: Link) -> Result<Self> {
-        if !(link.bandwidth.is_finite() && link.bandwidth > 0.0) {
+        // Times must stay such that clocks can hold their sums.
+        if !(link.bandwidth.is_finite() && link.bandwidth >= 1.0) {
             return Err(Error::Argument {
                 what: "link bandwidth",
                 got: format!("{} bytes/s", link.bandwidth),
-                wanted: "a positive, finite number".into(),
+                wanted: "a finite number, 1 or more".into(),
+            });
+        }
+        if link.latency > Duration::from_secs(86_400) {
+            return Err(Error::Argument {
+                what: "link latency",
+                got: format!("{:?}", link.latency),
+                wanted: "a day at most".into(),
             });
         }
         self.link = Some(link);

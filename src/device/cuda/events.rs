@@ -10,6 +10,12 @@ use super::{check, foreign};
 use crate::Result;
 use crate::timeline::{Lane, Recorder};
 
+/// Makes the context this thread's.
+pub(crate) fn bind(context: &CudaContext) -> Result<()> {
+    // SAFETY: the context is alive.
+    check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(context.cu_ctx()) })
+}
+
 /// A point in a stream.
 pub(crate) struct Event {
     raw: sys::CUevent,
@@ -38,8 +44,9 @@ impl Event {
         self.raw
     }
 
+    /// Not cudarc's own: that returns errors that others have left there, and not only its own.
     fn bind(&self) -> Result<()> {
-        self.context.bind_to_thread().map_err(|error| foreign("cuCtxSetCurrent", &error))
+        bind(&self.context)
     }
 
     /// Records it in a stream of the bound context. Nobody else holds the event.
@@ -111,13 +118,14 @@ pub(crate) struct Stopwatch {
 
 #[derive(Default)]
 struct Clock {
-    /// An event, and when the device passed it.
-    zero: Option<(Event, Instant)>,
+    /// A recording's number, an event of it, and when the device passed that.
+    zero: Option<(u64, Event, Instant)>,
     /// Spans that the device may not have passed yet.
     open: Vec<Timed>,
 }
 
 struct Timed {
+    recording: u64,
     name: &'static str,
     bytes: u64,
     start: Event,
@@ -147,10 +155,12 @@ impl Stopwatch {
         }
         self.context.bind_to_thread().map_err(|error| foreign("cuCtxSetCurrent", &error))?;
         let mut clock = self.clock.lock().unwrap_or_else(PoisonError::into_inner);
-        if clock.zero.is_none() {
+        let recording = self.recorder.recording();
+        // The device's clock counts in single precision: each recording starts anew.
+        if clock.zero.as_ref().is_none_or(|(of, ..)| *of != recording) {
             let zero = Event::new(&self.context, true)?;
             zero.record_apart()?;
-            clock.zero = Some((zero, Instant::now()));
+            clock.zero = Some((recording, zero, Instant::now()));
         }
         drop(clock);
         let (start, end) = (Event::new(&self.context, true)?, Event::new(&self.context, true)?);
@@ -158,7 +168,7 @@ impl Stopwatch {
         let done = work()?;
         end.record(stream)?;
         let mut clock = self.clock.lock().unwrap_or_else(PoisonError::into_inner);
-        clock.open.push(Timed { name, bytes, start, end });
+        clock.open.push(Timed { recording, name, bytes, start, end });
         Ok(done)
     }
 
@@ -166,21 +176,20 @@ impl Stopwatch {
     pub(crate) fn note(&self) -> Result<()> {
         let mut clock = self.clock.lock().unwrap_or_else(PoisonError::into_inner);
         let Clock { zero, open } = &mut *clock;
-        let Some((event, at)) = zero else { return Ok(()) };
+        let Some((recording, event, at)) = zero else { return Ok(()) };
         let mut passed = 0;
         for span in open.iter() {
             if !span.end.has_passed()? {
                 break;
             }
-            let (start, end) = (*at + span.start.since(event)?, *at + span.end.since(event)?);
-            self.recorder.note(self.lane, span.name, start, end, span.bytes);
+            // What an earlier recording did not wait for is in none.
+            if span.recording == *recording && *recording == self.recorder.recording() {
+                let (start, end) = (*at + span.start.since(event)?, *at + span.end.since(event)?);
+                self.recorder.note(self.lane, span.name, start, end, span.bytes);
+            }
             passed += 1;
         }
         open.drain(..passed);
-        if open.is_empty() && !self.recorder.is_on() {
-            // The device's clock counts in single precision: the next recording starts anew.
-            *zero = None;
-        }
         Ok(())
     }
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, CudaStream, sys};
 
 use super::check;
+use super::events::bind;
 use crate::memory::{Buffer, BufferMut, Memory};
 use crate::{Error, Result};
 
@@ -86,7 +87,7 @@ impl CudaMemory {
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
-        if self.stream.context().bind_to_thread().is_err() {
+        if bind(self.stream.context()).is_err() {
             return;
         }
         // SAFETY: every handle is gone, and compute is ordered after all that used the memory: it is freed in compute's order.

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, sys};
 
+use super::events::Event;
 use super::memory::{CudaMemory, Owner, pointer};
 use super::{CudaDevice, check, foreign};
 use crate::device::Device;
@@ -56,8 +57,15 @@ struct Taken<T>(CudaSlice<T>);
 
 impl<T: DeviceRepr + Send + Sync + 'static> Owner for Taken<T> {
     fn release_after(&self, compute: &CudaStream) {
-        // A stream that fails has nothing under way.
-        let _ = self.0.stream().join(compute);
+        // By the driver itself: cudarc's calls return errors that others have left. A stream that fails has nothing under way.
+        let recorded = Event::new(compute.context(), false).and_then(|event| {
+            event.record(compute.cu_stream())?;
+            Ok(event)
+        });
+        if let Ok(event) = recorded {
+            // SAFETY: the event and the slice's stream are alive, and of one context, which is bound.
+            unsafe { sys::cuStreamWaitEvent(self.0.stream().cu_stream(), event.raw(), 0) };
+        }
     }
 }
 
@@ -148,6 +156,9 @@ impl<T: Element + DeviceRepr> Tensor<T> {
             }
         }
         let cuda = cuda(self.device())?;
+        // What cudarc would panic on below is found here: an error that somebody has left, a device that fails.
+        cuda.bind()?;
+        Event::new(&cuda.context, false)?;
         let pointer = pointer(self.buffer())?.0;
         // SAFETY: the range is alive and initialised as T in the stream's order while `self` is borrowed, and it is not freed by
         // the slice.

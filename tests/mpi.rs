@@ -149,7 +149,10 @@ fn worker(case: &str) {
 
 fn blames(error: &Error, rank: usize) -> bool {
     match error {
-        Error::PeerLost { rank: lost, .. } => *lost == rank,
+        // Who waits for a rank that gave up waiting is told what that one waited for.
+        Error::PeerLost { rank: lost, reason, .. } => {
+            *lost == rank || (reason.contains("not arrived") && reason.contains(&format!("rank {rank} ")))
+        }
         Error::Timeout { missing, .. } => missing.contains(&format!("rank {rank} ")),
         Error::Mismatch { peer, .. } => *peer == rank,
         Error::Closed { cause, .. } => cause.contains(&format!("rank {rank}")),

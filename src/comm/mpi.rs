@@ -120,11 +120,11 @@ impl MpiWorld {
         });
         if let Err(error) = &outcome {
             FAILED.store(true, Ordering::SeqCst);
-            shared.say_lost(&format!("failed: {error}"));
+            shared.say_ended("failed", error);
         }
         drop(group);
         if outcome.is_ok() {
-            shared.say_lost("returned");
+            shared.say_returned();
         }
         outcome
     }
@@ -282,8 +282,8 @@ impl MpiTransport {
     /// Fails where a rank that is needed is lost.
     fn check_lost(&self) -> Result<()> {
         let lost = |posted: &Posted| {
-            self.shared.lost(posted.message.peer).map(|reason| Error::PeerLost {
-                rank: posted.message.peer,
+            self.shared.lost(posted.message.peer).map(|(rank, reason)| Error::PeerLost {
+                rank,
                 seen_by: self.comm.rank(),
                 operation: posted.header.to_string(),
                 sequence: posted.header.sequence,

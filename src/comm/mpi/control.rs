@@ -14,6 +14,8 @@ use crate::{Error, Result};
 /// Bytes of a control message.
 const SIZE: usize = 512;
 const LOST: u8 = 1;
+/// Where the text of such a message begins: after its length, and who is at fault.
+const TEXT: usize = 7;
 const CALLED: u8 = 2;
 
 /// What the progress thread and those that compute share.
@@ -27,8 +29,8 @@ pub(super) struct Shared {
 #[derive(Debug)]
 struct State {
     woken: bool,
-    /// Why a rank will not call again.
-    lost: Vec<Option<String>>,
+    /// Why a rank will not call again, and whose fault it is.
+    lost: Vec<Option<(usize, String)>>,
     /// Messages that are still to come from each rank.
     expected: Vec<isize>,
     /// Messages that each rank has not taken yet.
@@ -85,7 +87,8 @@ impl Shared {
         self.lock().untaken[peer] += more;
     }
 
-    pub(super) fn lost(&self, rank: usize) -> Option<String> {
+    /// Whether a rank will not call again: which one is at fault, and what it did.
+    pub(super) fn lost(&self, rank: usize) -> Option<(usize, String)> {
         self.lock().lost[rank].clone()
     }
 
@@ -136,19 +139,32 @@ impl Shared {
         }
     }
 
-    /// Tells the others, once, that this rank will not call again.
-    pub(super) fn say_lost(&self, reason: &str) {
+    /// Tells the others, once, that an error has ended this rank's part: its own, or that of the rank that is lost.
+    pub(super) fn say_ended(&self, how: &str, error: &Error) {
+        match error {
+            Error::PeerLost { rank, reason, .. } => self.say_lost(*rank, reason),
+            _ => self.say_lost(self.comm.rank(), &format!("{how}: {error}")),
+        }
+    }
+
+    /// Tells the others, once, that this rank returned.
+    pub(super) fn say_returned(&self) {
+        self.say_lost(self.comm.rank(), "returned");
+    }
+
+    fn say_lost(&self, culprit: usize, reason: &str) {
         if std::mem::replace(&mut self.lock().said, true) {
             return;
         }
         let mut message = [0; SIZE];
         message[0] = LOST;
-        let mut length = reason.len().min(SIZE - 3);
+        let mut length = reason.len().min(SIZE - TEXT);
         while !reason.is_char_boundary(length) {
             length -= 1;
         }
         message[1..3].copy_from_slice(&(length as u16).to_le_bytes());
-        message[3..3 + length].copy_from_slice(&reason.as_bytes()[..length]);
+        message[3..TEXT].copy_from_slice(&(culprit as u32).to_le_bytes());
+        message[TEXT..TEXT + length].copy_from_slice(&reason.as_bytes()[..length]);
         self.tell_all(message);
     }
 
@@ -205,9 +221,11 @@ impl Inbox {
             }
             match message[0] {
                 LOST => {
-                    let length = usize::from(u16::from_le_bytes([message[1], message[2]])).min(SIZE - 3);
-                    let reason = String::from_utf8_lossy(&message[3..3 + length]).into_owned();
-                    shared.lock().lost[from].get_or_insert(reason);
+                    let length = usize::from(u16::from_le_bytes([message[1], message[2]])).min(SIZE - TEXT);
+                    let culprit = u32::from_le_bytes([message[3], message[4], message[5], message[6]]) as usize;
+                    let culprit = if culprit < comm.size() { culprit } else { from };
+                    let reason = String::from_utf8_lossy(&message[TEXT..TEXT + length]).into_owned();
+                    shared.lock().lost[from].get_or_insert((culprit, reason));
                 }
                 CALLED => {
                     if let Some(header) = decode(&message[1..]) {
@@ -290,8 +308,12 @@ impl Control for MpiControl {
     fn missing(&self, header: &Header) -> String {
         let state = self.shared.lock();
         let describe = |rank: usize| {
-            if let Some(reason) = &state.lost[rank] {
-                return Some(format!("rank {rank} (lost: {reason})"));
+            match &state.lost[rank] {
+                Some((culprit, reason)) if *culprit == rank => return Some(format!("rank {rank} (lost: {reason})")),
+                Some((culprit, reason)) => {
+                    return Some(format!("rank {rank} (gave up, as rank {culprit} is lost: {reason})"));
+                }
+                None => {}
             }
             let last = match &state.called[rank] {
                 Some(called) if called.sequence >= header.sequence => return None,
@@ -312,7 +334,7 @@ impl Control for MpiControl {
 
     fn close(&self, error: &Error) {
         self.shared.lock().failure.get_or_insert_with(|| error.clone());
-        self.shared.say_lost(&format!("ended the group: {error}"));
+        self.shared.say_ended("ended the group", error);
     }
 
     fn describe(&self) -> String {

@@ -435,7 +435,8 @@ pub fn save(folder: impl AsRef<Path>, group: &Group, layers: &[(&str, &dyn Check
         let kept = if written.is_ok() { Some(number) } else { None };
         clean(folder, kept);
     }
-    written
+    // When a rank returns, the folder is as it stays: no old file goes later.
+    written.and(group.barrier())
 }
 
 /// An error on every rank where there is one on any.

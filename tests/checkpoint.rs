@@ -384,7 +384,9 @@ fn other_files_stay_and_failed_saves_leave_nothing() {
                 save_checkpoint(&folder.0, group, &Model::<f32>::new(group, seed)?.named())?;
             }
             let before = group.rank() == 0;
+            // On every rank the old save's files are gone when the new one is done.
             let names = files(&folder.0);
+            assert_eq!(names.iter().filter(|name| name.ends_with("-of-00001.safetensors")).count(), 3, "{names:?}");
             group.barrier()?;
             assert!(others.iter().all(|name| names.contains(&(*name).to_string())), "{names:?}");
             // A folder where the index's successor should go: the last step fails, on all ranks.
